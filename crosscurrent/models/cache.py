@@ -1,0 +1,133 @@
+"""The cache that `generate` carries: attention entries and the recurrent state, always changed together."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+
+from crosscurrent.recurrence import RecurrentState
+
+
+class RecurrentCache(DynamicCache):
+    """A transformers `DynamicCache` that also holds what the recurrence carries from call to call.
+
+    Args:
+        config: the configuration of the layers whose keys and values are kept. None: layers are added as they are used.
+
+    Attributes:
+        state: what the next token reads; None before the first call.
+        key_labels: [B, P] int64, the document of every token seen so far, -1 for padding; None before the first call.
+
+    `copy.deepcopy` gives an independent cache without gradient history. Rows can be reordered, repeated and selected.
+    Single tokens cannot be taken back (`crop`): keep a deep copy from before them instead.
+    """
+
+    is_croppable = False  # type: ignore[assignment]  # tells assisted decoding that it cannot roll this cache back
+
+    def __init__(self, config: PreTrainedConfig | None = None):
+        super().__init__(config=config)
+        self.state: RecurrentState | None = None
+        self.key_labels: Tensor | None = None
+
+    def branch(self) -> "RecurrentCache":
+        """A cache that can be written to without changing this one. Tensors are shared: no layer writes in place."""
+        branch = copy.copy(self)
+        branch.layers = [copy.copy(layer) for layer in self.layers]
+        return branch
+
+    def adopt(self, branch: "RecurrentCache") -> None:
+        """Take over all that a branch of this cache holds, once a call has succeeded as a whole."""
+        self.__dict__.update(branch.__dict__)
+
+    def _map_rows(self, change: str, argument: Any) -> None:
+        """Apply a row operation of `RecurrentState` to what this class holds beside the layers."""
+        if self.state is not None and self.key_labels is not None:
+            self.state = getattr(self.state, change)(argument)
+            if change == "repeat":
+                self.key_labels = self.key_labels.repeat_interleave(argument, dim=0)
+            else:
+                self.key_labels = self.key_labels[argument.to(self.key_labels.device)]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the rows into the order of beam_idx ([B] integer)."""
+        super().reorder_cache(beam_idx)
+        self._map_rows("select", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies of a row side by side."""
+        super().batch_repeat_interleave(repeats)
+        self._map_rows("repeat", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows ([N] integer or [B] boolean)."""
+        super().batch_select_indices(indices)
+        self._map_rows("select", indices)
+
+    def reset(self) -> None:
+        """Back to the cache before the first call."""
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = _empty_like(layer)
+        self.state, self.key_labels = None, None
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the states of earlier tokens are not kept.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a recurrent cache cannot take back tokens: their attention entries could be cut off, but the state before "
+            "them is gone. Keep copy.deepcopy(cache) from before the tokens that may be rejected, and continue from it."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecurrentCache":
+        clone = copy.copy(self)
+        memo[id(self)] = clone
+        clone.__dict__ = {name: _independent(value, memo) for name, value in self.__dict__.items()}
+        return clone
+
+
+def _independent(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy in which tensors lose their gradient history (torch refuses to copy those that have one)."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_independent(item, memo) for item in value)
+    if isinstance(value, RecurrentState):
+        return value.clone()
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        clone = copy.copy(value)
+        clone.__dict__ = {name: _independent(item, memo) for name, item in value.__dict__.items()}
+        return clone
+    return copy.deepcopy(value, memo)
+
+
+def _empty_like(layer: Any) -> Any:
+    window = getattr(layer, "sliding_window", None)
+    return type(layer)() if window is None else type(layer)(sliding_window=window)
+
+
+def as_recurrent_cache(cache: Any, cache_class: type[RecurrentCache]) -> RecurrentCache | None:
+    """The cache, if it is one that the model can use.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if cache is None or isinstance(cache, cache_class):
+        return cache
+    raise ValueError(
+        f"the cache is a {type(cache).__name__}: this model carries a recurrent state as well and needs a "
+        f"{cache_class.__name__}. Make one with model.new_cache(), or give none."
+    )
+
+
+def detach_layer(layer: Any) -> Any:
+    """A copy of a cache layer whose keys and values carry no gradient history."""
+    detached = copy.copy(layer)
+    for name in ("keys", "values"):
+        entries = getattr(layer, name)
+        if isinstance(entries, torch.Tensor):
+            setattr(detached, name, entries.detach())
+    return detached

@@ -1,0 +1,61 @@
+"""Loading that answers a broken checkpoint at once, in one message."""
+
+import difflib
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class CheckpointError(ValueError, OSError):
+    """A checkpoint is missing, incomplete or holds values that are not finite."""
+
+
+def refuse_nonfinite_weights(model: nn.Module, source: str) -> None:
+    """Raise if a weight is NaN or infinite: such a model answers every question with NaN."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "meta" and not bool(torch.isfinite(parameter).all()):
+            raise CheckpointError(
+                f"{source}: the weight {name} holds NaN or infinite values. The file is damaged or the training that "
+                "wrote it diverged: take an earlier checkpoint."
+            )
+
+
+class CheckedLoading(PreTrainedModel):
+    """`from_pretrained` that names what is wrong with a checkpoint."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers.
+
+        Raises:
+            CheckpointError: a file is missing or cut short, a weight is missing, or one is not finite. It is a
+                `ValueError` and an `OSError`.
+        """
+        source = str(pretrained_model_name_or_path)
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{source}: a .safetensors file cannot be read ({error}). It is cut short or damaged: copy it again."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{source}: {error}") from error
+        refuse_nonfinite_weights(model, source)
+        return (model, info) if wants_info else model
+
+
+def refuse_misspelt_settings(config: PreTrainedConfig, unknown: dict[str, Any]) -> None:
+    """Raise for a setting that this configuration does not have but that is spelt almost like one it has."""
+    own = sorted(set(type(config).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__))
+    for name in unknown:
+        close = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
+        if close:
+            raise ValueError(
+                f"{type(config).__name__} has no setting {name!r}. Did you mean {close[0]!r}? It has: {own}."
+            )

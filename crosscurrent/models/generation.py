@@ -1,0 +1,102 @@
+"""How recurrent models take part in transformers' `generate`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
+from crosscurrent.models.checkpoints import CheckedLoading
+from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.recurrence import Solver
+
+_UNSUPPORTED = ("assistant_model", "prompt_lookup_num_tokens")
+
+
+class RecurrentCausalLM(CheckedLoading, GenerationMixin):
+    """What all recurrent models share: checked loading, and `generate` with the recurrent state inside the cache."""
+
+    cache_class: type[RecurrentCache]
+
+    def new_cache(self) -> RecurrentCache:
+        """An empty cache for this model, to pass as `cache` to `forward` or `generate`."""
+        raise NotImplementedError
+
+    def generate(  # type: ignore[override]
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        prompt_recurrence: bool | None = None,
+        recurrent_mask: Tensor | None = None,
+        solver: Solver | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers' `generate`, with three more arguments.
+
+        Args:
+            inputs: [B, P] token ids of the prompts, padded on the left.
+            prompt_recurrence: whether prompt tokens are recurrent; None: as `config.prompt_recurrence` says. Generated
+                tokens always are.
+            recurrent_mask: [B, P] which prompt tokens are recurrent, in place of prompt_recurrence.
+            solver: how the prompt is solved; None: as the model is configured. `Sequential()` is exact. Single tokens
+                are exact with every solver.
+
+        Raises:
+            ValueError: a prompt is all padding, the cache is of the wrong kind, or a way of decoding was asked for
+                that needs tokens to be taken back (assisted decoding).
+        """
+        for name in _UNSUPPORTED:
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not supported: assisted decoding takes back tokens, and the recurrent state before them "
+                    "is not kept. Use greedy decoding, sampling or beam search."
+                )
+        prompt = next(
+            (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
+        )
+        _refuse_empty_prompts(prompt, kwargs.get("attention_mask"))
+        if prompt_recurrence is None:
+            prompt_recurrence = getattr(self.config, "prompt_recurrence", True)
+        if recurrent_mask is None and not prompt_recurrence and prompt is not None:
+            recurrent_mask = torch.zeros(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
+        for name, value in (("recurrent_mask", recurrent_mask), ("solver", solver)):
+            if value is not None:
+                kwargs[name] = value
+        return super().generate(inputs, *args, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model_inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        mask = model_inputs.get("recurrent_mask")
+        if mask is not None:
+            ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
+            num_new = (ids if ids is not None else embeds).shape[1]  # type: ignore[union-attr]
+            num_embeds = 0 if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"].shape[1]
+            num_generated = max(input_ids.shape[1] + num_embeds - mask.shape[1], 0)
+            mask = torch.cat([mask != 0, mask.new_ones(mask.shape[0], num_generated, dtype=torch.bool)], dim=1)
+            model_inputs["recurrent_mask"] = mask[:, -num_new:]
+        return model_inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not supported: leave it out, or give "
+                "'dynamic'."
+            )
+        given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
+        if generation_config.use_cache is not False:
+            model_kwargs[CACHE_NAME] = given if given is not None else self.new_cache()
+
+
+def _refuse_empty_prompts(prompt: Tensor | None, attention_mask: Tensor | None) -> None:
+    if prompt is not None and prompt.dim() > 1 and prompt.shape[1] == 0:
+        raise ValueError(f"the prompt has shape {tuple(prompt.shape)}: give at least one token to each row.")
+    if attention_mask is not None and attention_mask.dim() == 2:
+        empty = (attention_mask != 0).sum(dim=1) == 0
+        if bool(empty.any()):
+            raise ValueError(
+                f"row {int(empty.nonzero()[0])} of the prompts is all padding: give it at least one real token, or leave "
+                "the row out."
+            )

@@ -1,0 +1,55 @@
+"""What `forward` returns, and the loss in it."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from crosscurrent.recurrence import PADDING, SolverReport
+
+IGNORED = -100  # label of a token that the loss leaves out, as everywhere in transformers
+
+
+@dataclass
+class RecurrentCausalLMOutput(CausalLMOutputWithPast):
+    """transformers' `CausalLMOutputWithPast` with the solver's report.
+
+    Attributes:
+        solver_report: how the recurrence was solved in this call.
+    """
+
+    solver_report: SolverReport | None = None
+
+
+def causal_lm_loss(
+    logits: Tensor, labels: Tensor, token_labels: Tensor, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Mean cross-entropy of each token given those before it in its document, in float32 or wider.
+
+    Padding, and the first token of a document (nothing before it predicts it), count for nothing, whatever their
+    label. If no token counts the loss is 0, with zero gradients.
+
+    Args:
+        logits: [B, T, V].
+        labels: [B, T] int64, IGNORED for tokens to leave out; not shifted.
+        token_labels: [B, T] the document of each token (`Tokens.labels`).
+        num_items_in_batch: divide by this instead of the number of counted tokens (gradient accumulation).
+
+    Raises:
+        ValueError: the shape of labels does not fit.
+    """
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)} and the logits cover {tuple(logits.shape[:2])}: they must agree (with "
+            "labels, leave logits_to_keep at 0)."
+        )
+    if not logits.is_floating_point() or logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    has_predecessor = (token_labels[:, 1:] == token_labels[:, :-1]) & (token_labels[:, 1:] != PADDING)
+    targets = torch.where(has_predecessor, labels[:, 1:].to(logits.device), IGNORED)
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    count = num_items_in_batch if num_items_in_batch is not None else (targets != IGNORED).sum()
+    count = torch.as_tensor(count, device=total.device)
+    return total / count.clamp(min=1)

@@ -1,0 +1,112 @@
+"""Configuration of a recurrent looped Transformer."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from crosscurrent.models.checkpoints import refuse_misspelt_settings
+from crosscurrent.recurrence import Schedule, Sequential, solver_from_dict, solver_to_dict
+
+
+class RLTConfig(PreTrainedConfig):
+    """A recurrent looped Transformer: a causal encoder and a recurrent decoder (RLT report, September 2026).
+
+    Args:
+        vocab_size: V.
+        hidden_size: width D of the stream.
+        intermediate_size: width of the SwiGLU feed-forward.
+        num_attention_heads: heads of every attention; hidden_size / num_attention_heads must be even (rotary).
+        num_encoder_layers: L_E, at least 1.
+        num_decoder_layers: L_D, 0 or more. Without any the merged stream is the output, and there is no memory.
+        sliding_window: W, how many tokens the decoder's self-attention sees, the current one included.
+        num_memory_groups: G, key and value projections of the encoder's output; decoder layer l reads group
+            floor(l G / L_D).
+        feedback_interval: 1: RLT-1; B > 1: RLT-2; None: RLT-0, without feedback.
+        feedback_scale: alpha of the merge.
+        tie_word_embeddings: the output matrix is the embedding.
+        tie_encoder_decoder: decoder layer i shares its self-attention and feed-forward matrices with encoder layer i;
+            norms and memory attention stay its own. Needs num_encoder_layers == num_decoder_layers.
+        rope_theta: base of the rotary embedding, which is this project's choice (the report names none).
+        rms_norm_eps, initializer_range: as in transformers.
+        prompt_recurrence: whether prompt tokens read the state in `generate`; the report's models always do.
+        solver: what `forward` uses unless told otherwise; None: `Sequential()`.
+
+    Raises:
+        ValueError: a value is not allowed; the message says what is.
+
+    Example:
+        >>> RLTConfig(hidden_size=64, intermediate_size=128, feedback_interval=4).head_dim
+        16
+    """
+
+    model_type = "crosscurrent_rlt"
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "solver_report"]
+
+    vocab_size: int = 277
+    hidden_size: int = 512
+    intermediate_size: int = 1365
+    num_attention_heads: int = 4
+    num_encoder_layers: int = 4
+    num_decoder_layers: int = 4
+    sliding_window: int = 8
+    num_memory_groups: int = 1
+    feedback_interval: int | None = 1
+    feedback_scale: float = 0.1
+    tie_word_embeddings: bool = True
+    tie_encoder_decoder: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    prompt_recurrence: bool = True
+    solver: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse_misspelt_settings(self, kwargs)
+        super().__post_init__(**kwargs)
+        Schedule(self.feedback_interval)
+        solver = self.solver if self.solver is not None else Sequential()
+        self.solver = solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
+        self._check_sizes()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.num_encoder_layers + self.num_decoder_layers
+
+    def _check_sizes(self) -> None:
+        smallest = {
+            "vocab_size": 1,
+            "hidden_size": 1,
+            "intermediate_size": 1,
+            "num_attention_heads": 1,
+            "num_encoder_layers": 1,
+            "num_decoder_layers": 0,
+            "sliding_window": 1,
+            "num_memory_groups": 1,
+        }
+        for name, least in smallest.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least {least}.")
+        if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} does not divide into num_attention_heads={self.num_attention_heads} heads "
+                "of even width: choose hidden_size as a multiple of 2 * num_attention_heads."
+            )
+        if self.num_decoder_layers and self.num_memory_groups > self.num_decoder_layers:
+            raise ValueError(
+                f"num_memory_groups={self.num_memory_groups} is more than num_decoder_layers={self.num_decoder_layers}: a "
+                "group without a layer would have no effect."
+            )
+        if self.tie_encoder_decoder and self.num_encoder_layers != self.num_decoder_layers:
+            raise ValueError(
+                f"tie_encoder_decoder needs as many decoder as encoder layers, not {self.num_encoder_layers} and "
+                f"{self.num_decoder_layers}."
+            )

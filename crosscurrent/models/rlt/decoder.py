@@ -1,0 +1,188 @@
+"""The recurrent decoder as the core of a recurrence.
+
+Shapes: B rows, T tokens of this call, P tokens of earlier calls, S columns of one run, W sliding_window, D hidden_size,
+H heads, E head width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from crosscurrent.models.rlt.configuration_rlt import RLTConfig
+from crosscurrent.models.rlt.layers import DecoderLayer, Rotary
+from crosscurrent.recurrence import PADDING
+
+Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the decoder's self-attention still sees of earlier tokens: the last W - 1 real ones of each row.
+
+    Attributes:
+        keys, values: per decoder layer [B, H, N, E], oldest first, N <= W - 1.
+        labels: [B, N] their documents; PADDING where a row has had fewer tokens.
+        positions: [B, N] their positions.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    labels: Tensor
+    positions: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Window":
+        return Window(
+            tuple(change(keys) for keys in self.keys),
+            tuple(change(values) for values in self.values),
+            change(self.labels),
+            change(self.positions),
+        )
+
+
+class Decoder(nn.Module):
+    """The decoder's layers. How they are run over a sequence is a solver's affair; see `DecoderRun`."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
+
+    def memory_group(self, layer_index: int) -> int:
+        return layer_index * self.config.num_memory_groups // self.config.num_decoder_layers
+
+    def empty_window(self, batch_size: int, like: Tensor) -> Window:
+        shape = (batch_size, self.config.num_attention_heads, 0, self.config.head_dim)
+        none = tuple(like.new_zeros(shape) for _ in self.layers)
+        no_tokens = torch.zeros(batch_size, 0, dtype=torch.int64, device=like.device)
+        return Window(none, none, no_tokens, no_tokens)
+
+
+class DecoderRun:
+    """The core of an RLT for one call: `y = decoder(z)` over a range of columns, given the window before it.
+
+    Args:
+        decoder: the layers.
+        rotary: of the model.
+        memory: keys and values of all tokens so far, this call's included.
+        window: of the earlier calls.
+        labels, positions: [B, T] of this call's tokens.
+        memory_labels: [B, P + T].
+        is_plain: no padding and one document per row, so that causality alone decides what is seen.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rotary: Rotary,
+        memory: Memory,
+        window: Window,
+        labels: Tensor,
+        positions: Tensor,
+        memory_labels: Tensor,
+        is_plain: bool,
+    ):
+        self.decoder, self.rotary, self.memory, self.window = decoder, rotary, memory, window
+        self.labels, self.positions, self.memory_labels = labels, positions, memory_labels
+        self.is_plain = is_plain
+        self.num_past = memory_labels.shape[1] - labels.shape[1]
+
+    def start(self, keeps_entries: bool) -> Window:
+        return self.window
+
+    def detach(self, past: Window) -> Window:
+        return past.map(Tensor.detach)
+
+    def run(self, z: Tensor, start: int, stop: int, past: Window) -> tuple[Tensor, Window]:
+        if not self.decoder.layers:
+            return z, past
+        labels, positions = self.labels[:, start:stop], self.positions[:, start:stop]
+        key_labels = torch.cat([past.labels, labels], dim=1)
+        key_positions = torch.cat([past.positions, positions], dim=1)
+        rotation = self.rotary(positions, z.dtype)
+        in_window = self._seen_in_window(labels, positions, key_labels, key_positions)
+        in_memory = self._seen_in_memory(labels, start, stop)
+        num_keys = self.num_past + stop
+        all_keys, all_values = [], []
+        for index, layer in enumerate(self.decoder.layers):
+            normed = layer.input_layernorm(z)
+            queries, keys, values = layer.self_attn.project(normed, rotation)
+            keys = torch.cat([past.keys[index], keys], dim=2)
+            values = torch.cat([past.values[index], values], dim=2)
+            z = z + layer.self_attn.attend(queries, keys, values, in_window)
+            memory_keys, memory_values = self.memory[self.decoder.memory_group(index)]
+            z = z + layer.memory_attn(
+                layer.memory_layernorm(z),
+                memory_keys[:, :, :num_keys],
+                memory_values[:, :, :num_keys],
+                rotation,
+                in_memory,
+            )
+            z = z + layer.mlp(layer.post_attention_layernorm(z))
+            all_keys.append(keys)
+            all_values.append(values)
+        return z, self._kept(Window(tuple(all_keys), tuple(all_values), key_labels, key_positions))
+
+    def _seen_in_window(
+        self, labels: Tensor, positions: Tensor, key_labels: Tensor, key_positions: Tensor
+    ) -> Tensor | None:
+        """[B or 1, 1, S, N + S]: tokens of the same document, at most W - 1 before the query, or the query itself."""
+        num_queries, num_keys = labels.shape[1], key_labels.shape[1]
+        if self.is_plain and num_queries == 1 and num_keys <= self.decoder.config.sliding_window:
+            return None
+        distance = positions[:, :, None] - key_positions[:, None, :]
+        near = (distance >= 0) & (distance < self.decoder.config.sliding_window)
+        same = (labels[:, :, None] == key_labels[:, None, :]) & (labels[:, :, None] != PADDING)
+        return ((near & same) | _itself(num_queries, num_keys, labels.device))[:, None]
+
+    def _seen_in_memory(self, labels: Tensor, start: int, stop: int) -> Tensor | None:
+        """[B or 1, 1, S, P + stop]: earlier tokens of the same document, and the query's own."""
+        return seen_causally(labels, self.memory_labels[:, : self.num_past + stop], self.is_plain)
+
+    def _kept(self, window: Window) -> Window:
+        """The last W - 1 real tokens of each row."""
+        num_kept = self.decoder.config.sliding_window - 1
+        num_keys = window.labels.shape[1]
+        if num_keys <= num_kept:
+            return window
+        if self.is_plain:
+            return window.map(lambda tensor: _last_tokens(tensor, num_kept))
+        # Real tokens in order, behind the padding, so that the last columns are the last real tokens.
+        order = (window.labels != PADDING).long().sort(dim=1, stable=True).indices[:, num_keys - num_kept :]
+        return window.map(lambda tensor: _pick_tokens(tensor, order))
+
+
+def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor | None:
+    """[B or 1, 1, S, K] which keys each query sees: earlier ones of its document, and itself.
+
+    The queries are the last S of the K keys. None if causality alone decides and `attend` can tell without a mask.
+    Padding sees itself, so that no query is left without a key.
+    """
+    num_queries, num_keys = labels.shape[1], key_labels.shape[1]
+    if is_plain and (num_queries == 1 or num_queries == num_keys):
+        return None
+    itself = _itself(num_queries, num_keys, labels.device)
+    before = torch.ones_like(itself).tril(num_keys - num_queries)
+    if is_plain:
+        return before[:, None]
+    same = (labels[:, :, None] == key_labels[:, None, :]) & (labels[:, :, None] != PADDING)
+    return ((before & same) | itself)[:, None]
+
+
+def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    columns = torch.arange(num_keys, device=device)
+    return (columns == columns[num_keys - num_queries :, None])[None]
+
+
+def _last_tokens(tensor: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of [B, N] or [B, H, N, E]."""
+    dim = 1 if tensor.dim() == 2 else 2
+    return tensor.narrow(dim, tensor.shape[dim] - count, count)
+
+
+def _pick_tokens(tensor: Tensor, order: Tensor) -> Tensor:
+    if tensor.dim() == 2:
+        return tensor.gather(1, order)
+    index = order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+    return tensor.gather(2, index)

@@ -1,0 +1,139 @@
+"""The layers of an RLT. They are given positions and masks ready-made, and keep nothing.
+
+Shapes: B rows, S queries, K keys, D hidden_size, H heads, E = D / H.  Queries, keys and values are [B, H, S or K, E].
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crosscurrent.models.rlt.configuration_rlt import RLTConfig
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, 1, S, E]
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding, from positions [B, S] to cosines and sines. It holds no buffer: nothing to load."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=precise) / self.head_dim
+        angles = positions[:, None, :, None].to(precise) * self.theta**-exponents
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Turn each pair of features by the angle of its position."""
+    cos, sin = rotation
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def split_heads(stream: Tensor, num_heads: int) -> Tensor:
+    """[B, S, D] to [B, H, S, E]."""
+    return stream.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """Attention over the layer's own stream, with an RMSNorm on queries and keys."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def project(self, stream: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the stream [B, S, D]."""
+        queries = rotate(self.q_norm(split_heads(self.q_proj(stream), self.num_heads)), rotation)
+        keys = rotate(self.k_norm(split_heads(self.k_proj(stream), self.num_heads)), rotation)
+        return queries, keys, split_heads(self.v_proj(stream), self.num_heads)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+        """seen: [B or 1, 1, S, K] bool; None: causal, with as many keys as queries, or a lone query that sees all."""
+        return self.o_proj(attend(queries, keys, values, seen))
+
+
+class MemoryAttention(nn.Module):
+    """Attention to the encoder's output, whose keys and values come from a `MemoryProjection`."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, stream: Tensor, keys: Tensor, values: Tensor, rotation: Rotation, seen: Tensor | None) -> Tensor:
+        queries = rotate(self.q_norm(split_heads(self.q_proj(stream), self.num_heads)), rotation)
+        return self.o_proj(attend(queries, keys, values, seen))
+
+
+class MemoryProjection(nn.Module):
+    """Keys and values of one memory group: k = P_K(e), v = W_V RMSNorm_E(e), P_K being W_K RMSNorm_E(e), normed per head."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, encoded: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        normed = self.norm(encoded)
+        keys = rotate(self.k_norm(split_heads(self.k_proj(normed), self.num_heads)), rotation)
+        return keys, split_heads(self.v_proj(normed), self.num_heads)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(stream)) * self.up_proj(stream))
+
+
+class EncoderLayer(nn.Module):
+    """Causal self-attention and feed-forward, each with a norm before it and its residual."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.self_attn = SelfAttention(config)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class DecoderLayer(nn.Module):
+    """Window attention over its own stream, attention to the memory, feed-forward, in this order."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.self_attn = SelfAttention(config)
+        self.memory_attn = MemoryAttention(config)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.memory_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """[B, S, D] attention output before the output projection."""
+    is_causal = seen is None and queries.shape[2] > 1
+    heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=is_causal)
+    return heads.transpose(1, 2).flatten(2)

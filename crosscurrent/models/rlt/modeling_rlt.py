@@ -1,0 +1,276 @@
+"""RLT: a causal encoder over all tokens in parallel, and a decoder that carries its last output from token to token.
+
+Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size, V vocab_size.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
+from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.inputs import CallInputs, check_token_ids, resolve_call
+from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
+from crosscurrent.models.rlt.configuration_rlt import RLTConfig
+from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally
+from crosscurrent.models.rlt.layers import EncoderLayer, MemoryProjection, Rotary
+from crosscurrent.recurrence import (
+    PADDING,
+    LastOutput,
+    Merge,
+    Plan,
+    Problem,
+    RecurrentState,
+    Schedule,
+    Solver,
+    solver_from_dict,
+)
+
+
+class RLTCache(RecurrentCache):
+    """Keys and values of the encoder's layers, then those of the memory groups; the decoder's window; the state.
+
+    Attributes:
+        window: the decoder's window; None before the first call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window: Window | None = None
+
+    def _map_rows(self, change: str, argument: Any) -> None:
+        super()._map_rows(change, argument)
+        if self.window is None:
+            return
+        if change == "repeat":
+            self.window = self.window.map(lambda tensor: tensor.repeat_interleave(argument, dim=0))
+        else:
+            self.window = self.window.map(lambda tensor: tensor[argument.to(tensor.device)])
+
+    def reset(self) -> None:
+        super().reset()
+        self.window = None
+
+
+class RLTModel(nn.Module):
+    """Everything of an RLT but the output matrix."""
+
+    def __init__(self, config: RLTConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config)
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
+        num_groups = config.num_memory_groups if config.num_decoder_layers else 0
+        self.memory = nn.ModuleList(MemoryProjection(config) for _ in range(num_groups))
+        self.merge = (
+            Merge(config.hidden_size, config.feedback_scale, config.rms_norm_eps, config.initializer_range)
+            if config.feedback_interval is not None
+            else None
+        )
+        self.carry = LastOutput()
+        self.decoder = Decoder(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def start_state(self, batch_size: int) -> RecurrentState:
+        if self.merge is None:
+            return RecurrentState.start(self.norm.weight.new_zeros(batch_size, self.config.hidden_size))
+        return RecurrentState.start(self.merge.initial_state(batch_size))
+
+    def encode(self, stream: Tensor, call: CallInputs, plan: Plan, cache: RecurrentCache | None) -> Tensor:
+        """e [B, T, D], and the encoder's keys and values into the cache."""
+        rotation = self.rotary(plan.positions, stream.dtype)
+        seen = seen_causally(plan.labels, call.key_labels, not call.needs_mask)
+        for index, layer in enumerate(self.encoder):
+            queries, keys, values = layer.self_attn.project(layer.input_layernorm(stream), rotation)
+            if cache is not None:
+                keys, values = cache.update(keys, values, index)
+            stream = stream + layer.self_attn.attend(queries, keys, values, seen)
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+        return stream
+
+    def remember(self, encoded: Tensor, plan: Plan, cache: RecurrentCache | None) -> Memory:
+        """Keys and values of the memory: of all tokens so far if there is a cache, else of this call's."""
+        rotation = self.rotary(plan.positions, encoded.dtype)
+        memory = []
+        for group, projection in enumerate(self.memory):
+            keys, values = projection(encoded, rotation)
+            if cache is not None:
+                keys, values = cache.update(keys, values, len(self.encoder) + group)
+            memory.append((keys, values))
+        return memory
+
+
+class RLTForCausalLM(RecurrentCausalLM):
+    """A recurrent looped Transformer for language modelling and state tracking (RLT report, September 2026).
+
+    `feedback_interval` chooses the variant: 1 is RLT-1, B > 1 RLT-2, None RLT-0.
+
+    Example:
+        >>> config = RLTConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_encoder_layers=2,
+        ...                    num_decoder_layers=2)
+        >>> model = RLTForCausalLM(config)
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 61])
+    """
+
+    config: RLTConfig
+    config_class = RLTConfig
+    cache_class = RLTCache
+    base_model_prefix = "model"
+    _no_split_modules = ["EncoderLayer", "DecoderLayer"]
+
+    def __init__(self, config: RLTConfig):
+        super().__init__(config)
+        self.model = RLTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tied_weights_keys = self._tied_names()
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        return dict(self._tied_weights_keys)  # transformers' own would drop all unless tie_word_embeddings is set
+
+    def _tied_names(self) -> dict[str, str]:
+        """Which parameters (keys) are another one under a second name (values)."""
+        tied = {}
+        if self.config.tie_word_embeddings:
+            tied["lm_head.weight"] = "model.embed_tokens.weight"
+        if self.config.tie_encoder_decoder:
+            for index in range(self.config.num_decoder_layers):
+                for part in ("self_attn", "mlp"):
+                    for name, _ in self.model.encoder[index].get_submodule(part).named_parameters():
+                        if name.endswith("proj.weight"):
+                            own = f"model.decoder.layers.{index}.{part}.{name}"
+                            tied[own] = f"model.encoder.{index}.{part}.{name}"
+        return tied
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, Merge):
+            init.normal_(module.start_state, std=self.config.initializer_range)
+
+    def new_cache(self) -> RLTCache:
+        return RLTCache()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: RLTCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        recurrent_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        solver: Solver | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: RLTCache | None = None,
+        **kwargs: Any,
+    ) -> RecurrentCausalLMOutput:
+        """Score a batch of sequences, or continue them.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, T] or [B, P + T], nonzero for real tokens; padding may stand anywhere.
+            cache: of the earlier calls. It is changed only if the call succeeds.
+            inputs_embeds: [B, T, D] in place of input_ids.
+            labels: [B, T] int64, not shifted, -100 to leave out. Padding and first tokens of documents never count.
+            use_cache: return a cache. None: if one is given, or the model is not training and `config.use_cache`.
+            logits_to_keep: logits of the last so many tokens only, or of the given columns; 0: of all.
+            recurrent_mask: [B, T], nonzero for tokens that merge with the state. None: all do.
+            segment_ids: [B, T] integers that number the documents of a row upwards. Nothing crosses from one document
+                to the next. None: all tokens continue the row's document.
+            solver: None: `config.solver`.
+            position_ids: [B, T]; not needed: positions are counted from 0 over the real tokens of each document, and
+                others are refused. If they restart within a row and there is neither a mask nor a cache, each restart
+                opens a document.
+            past_key_values: the older name of `cache`.
+            kwargs: num_items_in_batch and return_dict; others are refused.
+
+        Returns:
+            logits [B, T, V] and loss; cache; solver_report.
+
+        Raises:
+            ValueError: an input does not fit; the message says what is allowed.
+        """
+        num_items, return_dict = kwargs.pop("num_items_in_batch", None), kwargs.pop("return_dict", True)
+        _refuse_unused(kwargs)
+        given = as_recurrent_cache(cache if cache is not None else past_key_values, self.cache_class)
+        shape = check_token_ids(input_ids, inputs_embeds, self.config.vocab_size)
+        stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        call = resolve_call(shape, stream.device, given, attention_mask, recurrent_mask, segment_ids, position_ids)
+        state = given.state if given is not None and given.state is not None else self.model.start_state(shape[0])
+        plan = Schedule(self.config.feedback_interval).plan(call.tokens, state)
+        _refuse_other_positions(position_ids, plan)
+        wants_cache = use_cache
+        if wants_cache is None:
+            wants_cache = given is not None or (not self.training and self.config.use_cache)
+        branch = (
+            (given if given is not None else self.new_cache()).branch() if wants_cache or given is not None else None
+        )
+
+        encoded = self.model.encode(stream, call, plan, branch)
+        problem = Problem(
+            inputs=encoded,
+            plan=plan,
+            state=state,
+            fuse=self.model.merge,
+            core=self._decoder_run(encoded, call, plan, branch),
+            carry=self.model.carry,
+        )
+        solution = (solver if solver is not None else solver_from_dict(self.config.solver)).solve(problem)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
+        loss = None if labels is None else causal_lm_loss(logits, labels, plan.labels, num_items)
+
+        if wants_cache:
+            assert isinstance(branch, RLTCache)
+            branch.state, branch.key_labels, branch.window = solution.state, call.key_labels, solution.past
+            if given is not None:
+                given.adopt(branch)
+        result = RecurrentCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            solver_report=solution.report,
+            **{CACHE_NAME: (given if given is not None else branch) if wants_cache else None},
+        )
+        return result if return_dict else result.to_tuple()
+
+    def _decoder_run(self, encoded: Tensor, call: CallInputs, plan: Plan, branch: RecurrentCache | None) -> DecoderRun:
+        window = branch.window if isinstance(branch, RLTCache) else None
+        return DecoderRun(
+            decoder=self.model.decoder,
+            rotary=self.model.rotary,
+            memory=self.model.remember(encoded, plan, branch),
+            window=window if window is not None else self.model.decoder.empty_window(len(encoded), encoded),
+            labels=plan.labels,
+            positions=plan.positions,
+            memory_labels=call.key_labels,
+            is_plain=not call.needs_mask,
+        )
+
+
+def _refuse_unused(kwargs: dict[str, Any]) -> None:
+    unused = sorted(name for name, value in kwargs.items() if value not in (None, False))
+    if unused:
+        raise ValueError(f"RLTForCausalLM.forward does not take {', '.join(unused)}.")
+
+
+def _refuse_other_positions(position_ids: Tensor | None, plan: Plan) -> None:
+    if position_ids is None:
+        return
+    is_real = plan.labels != PADDING
+    given = position_ids.to(is_real.device).expand_as(is_real)
+    if bool((given != plan.positions)[is_real].any()):
+        raise ValueError(
+            "position_ids differ from the positions that an RLT counts itself, from 0 over the real tokens of each "
+            "document: leave them out, and mark documents with segment_ids."
+        )

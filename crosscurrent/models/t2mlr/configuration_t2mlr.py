@@ -1,0 +1,98 @@
+"""Configuration of a retrofitted model."""
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from crosscurrent.models.checkpoints import refuse_misspelt_settings
+from crosscurrent.recurrence import Jacobi, Schedule, solver_from_dict, solver_to_dict
+
+
+class T2MLRConfig(PreTrainedConfig):
+    """A base model's configuration and the recurrent range in it (T2MLR, arXiv 2607.15178).
+
+    What is not listed here (hidden_size, vocab_size, ...) is the base's and can be read from this object too.
+
+    Args:
+        base_config: configuration of the base model, as an object or as the dictionary that it saves.
+        layer_start, layer_end: the half-open range of layers, counted from 0, whose output is fed back.
+        feedback_interval: 1: a token reads the state of the token before it; B > 1: that of the last complete chunk
+            of B tokens; None: no feedback.
+        prompt_recurrence: whether prompt tokens are recurrent in `generate`. Set it as the model was trained.
+        detach_residual: no gradient through the R_{t-1} term of the cache update.
+        solver: what `forward` uses unless told otherwise, as `cc.Jacobi(...)`, `cc.Sequential(...)`, or a dictionary
+            `{"name": "jacobi", "iterations": 16, ...}`.
+
+    Raises:
+        ValueError: the range does not lie in the model, or another value is not allowed.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = T2MLRConfig(base_config=LlamaConfig(num_hidden_layers=30), layer_start=12, layer_end=18)
+        >>> config.num_hidden_layers
+        30
+    """
+
+    model_type = "crosscurrent_t2mlr"
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "solver_report"]
+
+    base_config: Any = None
+    layer_start: int = 0
+    layer_end: int = 0
+    feedback_interval: int | None = 1
+    prompt_recurrence: bool = True
+    detach_residual: bool = False
+    solver: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse_misspelt_settings(self, kwargs)
+        base, self.base_config = self.base_config, None  # set last: what the base has must not look like our own
+        super().__post_init__(**kwargs)
+        self.base_config = _as_config(base)
+        Schedule(self.feedback_interval)
+        solver = self.solver if self.solver is not None else Jacobi()
+        self.solver = solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
+        if self.base_config is not None:
+            check_layer_range(self.layer_start, self.layer_end, self.get_text_config().num_hidden_layers)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        """The base's configuration: the one that describes layers, vocabulary and attention."""
+        base = self.__dict__.get("base_config")
+        return self if base is None else base.get_text_config(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        base = self.__dict__.get("base_config")
+        if base is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(base, name)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        base = self.__dict__.get("base_config")
+        return self.__dict__.get("_attn_implementation_internal") if base is None else base._attn_implementation
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        self._attn_implementation_internal = value
+        base = self.__dict__.get("base_config")
+        if base is not None and value is not None:
+            base._attn_implementation = value
+
+
+def check_layer_range(layer_start: int, layer_end: int, num_hidden_layers: int) -> None:
+    """Raise unless 0 <= layer_start < layer_end <= num_hidden_layers."""
+    if not 0 <= layer_start < layer_end <= num_hidden_layers:
+        raise ValueError(
+            f"layer_start={layer_start}, layer_end={layer_end} is not a range of this model's layers: allowed is "
+            f"0 <= layer_start < layer_end <= {num_hidden_layers} (half-open: [12, 18) are layers 12 to 17)."
+        )
+
+
+def _as_config(base: Any) -> PreTrainedConfig | None:
+    if base is None or isinstance(base, PreTrainedConfig):
+        return base
+    settings = dict(base)
+    model_type = settings.pop("model_type", None)
+    if model_type is None:
+        raise ValueError("base_config has no model_type: give a configuration object, or the dictionary that it saves.")
+    return AutoConfig.for_model(model_type, **settings)

@@ -1,0 +1,211 @@
+"""Runs a range of a model's layers as the core of a recurrence, without touching the model's own code.
+
+The model's own loop walks over its list of layers. While a `LayerLoop` is active the list hands out stand-ins: those of
+the range record the arguments meant for their layer and pass the stream on, and the last one runs the whole range with
+them. So layers before and after the range run once, each layer gets the mask and positions made for it, and the loop's
+indices stay right.
+
+Shapes: B rows, T tokens of this call, D hidden_size, K keys that a layer sees.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+
+from crosscurrent.models.cache import detach_layer
+
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # what layers call their cache
+
+_active: ContextVar["LayerLoop | None"] = ContextVar("active_layer_loop", default=None)
+
+
+class LayerList(nn.ModuleList):
+    """A model's list of layers. Outside an active `LayerLoop` it is a plain `ModuleList`."""
+
+    def _handed_out(self) -> list[Any]:
+        loop = _active.get()
+        return loop.stand_ins if loop is not None and loop.layers is self else list(self._modules.values())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._handed_out())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._handed_out()[index] if isinstance(index, slice) else super().__getitem__(index)
+
+
+class LayerCall:
+    """The arguments that the model's loop meant for one layer, and how to cut them to a range of columns."""
+
+    def __init__(self, layer: nn.Module, index: int, arguments: dict[str, Any], num_tokens: int):
+        self.layer, self.index, self.arguments, self.num_tokens = layer, index, arguments, num_tokens
+        self.cache_name = next((name for name in CACHE_NAMES if name in arguments), None)
+
+    def run(self, hidden: Tensor, start: int, stop: int, past: Any) -> Tensor:
+        arguments = dict(self.arguments)
+        if (start, stop) != (0, self.num_tokens):
+            num_keys = _num_keys(past.layers[self.index], stop - start)
+            arguments = {name: self._cut(name, value, start, stop, num_keys) for name, value in arguments.items()}
+        if self.cache_name is not None:
+            arguments[self.cache_name] = past
+        output = self.layer(hidden, **arguments)
+        assert isinstance(output, Tensor), f"{type(self.layer).__name__} returned {type(output).__name__}, not a tensor"
+        return output
+
+    def _cut(self, name: str, value: Any, start: int, stop: int, num_keys: int) -> Any:
+        if name == "attention_mask":
+            return self._cut_mask(value, start, stop, num_keys)
+        if name == "position_ids":
+            return value if value is None else value[..., start:stop]
+        if name.startswith("position_embeddings"):
+            return tuple(part[..., start:stop, :] for part in value)
+        if name == "cache_position":
+            return value if value is None else value[start:stop]
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in CACHE_NAMES:
+            raise ValueError(
+                f"{type(self.layer).__name__} is given a tensor {name!r} of shape {tuple(value.shape)}, which cannot be cut "
+                "to single tokens here. Solve with cc.Jacobi, which runs whole sequences, or leave that argument out."
+            )
+        return value
+
+    def _cut_mask(self, mask: Any, start: int, stop: int, num_keys: int) -> Any:
+        num_queries = stop - start
+        if mask is None:
+            # No mask means causal attention over all keys, which a kernel takes for granted only for a lone query or
+            # where there are as many keys as queries.
+            if num_queries == 1 or num_keys == num_queries:
+                return None
+            ones = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool)
+            return ones.tril(num_keys - num_queries).to(next(self.layer.parameters()).device)
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
+            raise ValueError(
+                f"the attention mask is a {type(mask).__name__}, which cannot be cut to single tokens: load the model with "
+                "attn_implementation='sdpa' or 'eager', or solve with cc.Jacobi."
+            )
+        last_key = mask.shape[-1] - (self.num_tokens - stop)
+        return mask[..., start:stop, last_key - num_keys : last_key]
+
+
+def _num_keys(cache_layer: Any, num_queries: int) -> int:
+    """How many keys a layer's attention sees: a sliding layer keeps one entry less than its window."""
+    seen = int(cache_layer.get_seq_length())
+    window = getattr(cache_layer, "sliding_window", None)
+    return num_queries + (seen if window is None else min(seen, window - 1))
+
+
+class LayerRange:
+    """The core of T2MLR: layers [layer_start, layer_end) with the arguments that the model's loop gave them."""
+
+    def __init__(self, calls: list[LayerCall], cache: DynamicCache | None, config: PreTrainedConfig):
+        self.calls, self.cache, self.config = calls, cache, config
+        self.ranges: list[tuple[int, int]] = []  # columns of each run, to sort recorded hidden states by
+
+    def start(self, keeps_entries: bool) -> DynamicCache | None:
+        if self.cache is not None or not keeps_entries:
+            return self.cache
+        for call in self.calls:
+            if getattr(call.layer, "gradient_checkpointing", False) and call.layer.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "token-by-token solving keeps keys and values from step to step, and gradient checkpointing drops "
+                    "them. Use cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch "
+                    "checkpointing off (model.gradient_checkpointing_disable())."
+                )
+        return DynamicCache(config=self.config)
+
+    def run(self, z: Tensor, start: int, stop: int, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
+        past = self._map_layers(past, copy.copy)
+        self.ranges.append((start, stop))
+        for call in self.calls:
+            z = call.run(z, start, stop, past)
+        return z, past
+
+    def detach(self, past: DynamicCache | None) -> DynamicCache | None:
+        return self._map_layers(past, detach_layer)
+
+    def _map_layers(self, past: DynamicCache | None, change: Callable[[Any], Any]) -> DynamicCache | None:
+        """A cache whose layers of the range are changed copies. The given one stays as it is."""
+        if past is None:
+            return None
+        changed = copy.copy(past)
+        changed.layers = list(past.layers)
+        for call in self.calls:
+            changed.layers[call.index] = change(past.layers[call.index])
+        return changed
+
+
+class LayerLoop:
+    """One pass of the model's own loop, with a range of its layers handed over to `solve`.
+
+    Args:
+        layers: the model's list.
+        layer_start, layer_end: the range.
+        solve: given the stream entering the range and the recorded calls, the stream leaving it.
+        edit_mask: changes the attention mask of every layer; None leaves them as they are.
+    """
+
+    def __init__(
+        self,
+        layers: LayerList,
+        layer_start: int,
+        layer_end: int,
+        solve: Callable[[Tensor, list[LayerCall]], Tensor],
+        edit_mask: Callable[[Any], Any] | None = None,
+    ):
+        self.layers, self.layer_end, self.solve, self.edit_mask = layers, layer_end, solve, edit_mask
+        self.calls: list[LayerCall] = []
+        self.stand_ins = [
+            _StandIn(self, layer, index, in_range=layer_start <= index < layer_end)
+            for index, layer in enumerate(layers._modules.values())
+        ]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+
+class _StandIn:
+    """What the list hands out in place of a layer; it answers for the layer's attributes."""
+
+    def __init__(self, loop: LayerLoop, layer: Any, index: int, in_range: bool):
+        self._loop, self._layer, self._index, self._in_range = loop, layer, index, in_range
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        loop = self._loop
+        if not self._in_range and loop.edit_mask is None:
+            return self._layer(hidden, *args, **kwargs)
+        arguments = _by_name(type(self._layer).forward, args) | kwargs
+        if loop.edit_mask is not None:
+            arguments["attention_mask"] = loop.edit_mask(arguments.get("attention_mask"))
+        if not self._in_range:
+            return self._layer(hidden, **arguments)
+        loop.calls.append(LayerCall(self._layer, self._index, arguments, hidden.shape[1]))
+        return loop.solve(hidden, loop.calls) if self._index == loop.layer_end - 1 else hidden
+
+
+def _by_name(forward: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(_argument_names(forward)[: len(args)], args, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _argument_names(forward: Any) -> tuple[str, ...]:
+    """Names of a layer's arguments after `self` and the stream."""
+    return tuple(inspect.signature(forward).parameters)[2:]
+
+
+def layer_argument_names(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments that a layer takes after the stream."""
+    return _argument_names(type(layer).forward)

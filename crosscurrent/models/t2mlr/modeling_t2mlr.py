@@ -1,0 +1,436 @@
+"""T2MLR: the middle layers' output for a token, fed back into an earlier middle layer for the next token.
+
+Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size, V vocab_size.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
+from crosscurrent.models.checkpoints import refuse_nonfinite_weights
+from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.inputs import CallInputs, check_token_ids, resolve_call
+from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
+from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
+from crosscurrent.models.t2mlr.layer_range import (
+    CACHE_NAMES,
+    LayerCall,
+    LayerList,
+    LayerLoop,
+    LayerRange,
+    layer_argument_names,
+)
+from crosscurrent.models.t2mlr.masks import DocumentMask, refuse_padding_inside_documents
+from crosscurrent.recurrence import (
+    PADDING,
+    GatedFusion,
+    NormalizedSum,
+    Plan,
+    Problem,
+    RecurrentState,
+    Schedule,
+    Solution,
+    Solver,
+    solver_from_dict,
+)
+
+# Where a causal language model keeps its list of decoder layers: all that differs between architectures.
+LAYER_LISTS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class T2MLRCache(RecurrentCache):
+    """Keys and values of all layers, and the state of the recurrent range."""
+
+
+class T2MLRForCausalLM(RecurrentCausalLM):
+    """A causal language model with temporal recurrence over a range of its layers.
+
+    Made by `retrofit` from a pretrained model, or from a `T2MLRConfig` with random weights. An instance is also an
+    instance of the base model's class, and all of the base's parameters keep their names; `fusion` and `carry` are new.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> base = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        ...                    num_attention_heads=4)
+        >>> model = T2MLRForCausalLM(T2MLRConfig(base_config=base, layer_start=1, layer_end=3))
+        >>> type(model).__name__
+        'T2MLRLlamaForCausalLM'
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 61])
+    """
+
+    config: T2MLRConfig
+    config_class = T2MLRConfig
+    cache_class = T2MLRCache
+    fusion: GatedFusion
+    carry: NormalizedSum
+
+    def __new__(cls, config: T2MLRConfig | None = None, *args: Any, **kwargs: Any) -> "T2MLRForCausalLM":
+        if cls is T2MLRForCausalLM and config is not None:
+            cls = class_for(base_class_of(config.base_config))
+        return object.__new__(cls)
+
+    def __init__(self, config: T2MLRConfig):
+        super().__init__(config.base_config)
+        self._take_over(config)
+        self.post_init()
+
+    def _take_over(self, config: T2MLRConfig) -> None:
+        """Turn the base model that this object holds so far into a recurrent one."""
+        self.config = config
+        text = config.get_text_config()
+        owner, name = _find_layers(self)
+        layers = getattr(owner, name)
+        _refuse_unsupported_layers(layers, config)
+        if not isinstance(layers, LayerList):
+            setattr(owner, name, LayerList(layers))
+        eps = next((getattr(text, key) for key in ("rms_norm_eps", "layer_norm_eps") if hasattr(text, key)), 1e-6)
+        reference = next(layers[config.layer_start].parameters())
+        with torch.device(reference.device):
+            self.fusion = GatedFusion(text.hidden_size, getattr(text, "initializer_range", 0.02) or 0.02)
+            self.carry = NormalizedSum(text.hidden_size, eps, config.detach_residual)
+        dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
+        self.fusion.to(dtype)
+        self.carry.to(dtype)
+
+    @property
+    def layers(self) -> LayerList:
+        """The decoder layers, the recurrent range among them."""
+        owner, name = _find_layers(self)
+        layers: LayerList = getattr(owner, name)
+        return layers
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, GatedFusion):
+            for linear in (module.current_gate, module.recurrent_gate, module.recurrent_projection):
+                init.normal_(linear.weight, std=module.initializer_range)
+                if linear.bias is not None:
+                    init.zeros_(linear.bias)
+            init.zeros_(module.current_scale)
+            init.zeros_(module.recurrent_scale)
+        elif isinstance(module, NormalizedSum):
+            init.ones_(module.norm.weight)
+        else:
+            super()._init_weights(module)
+
+    def new_cache(self) -> T2MLRCache:
+        return T2MLRCache(self.config.get_text_config(decoder=True))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: T2MLRCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        recurrent_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        solver: Solver | None = None,
+        past_key_values: T2MLRCache | None = None,
+        **kwargs: Any,
+    ) -> RecurrentCausalLMOutput:
+        """Score a batch of sequences, or continue them.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, T] or [B, P + T], nonzero for real tokens; padding may stand on either side.
+            position_ids: [B, T]; None: counted from 0 over the real tokens of each document. If they restart within a
+                row and there is neither a mask nor a cache, each restart opens a document, as elsewhere in transformers.
+            cache: of the earlier calls. It is changed only if the call succeeds.
+            inputs_embeds: [B, T, D] in place of input_ids.
+            labels: [B, T] int64, not shifted, -100 to leave out. Padding and first tokens of documents never count.
+            use_cache: return a cache. None: if one is given, or the model is not training and `config.use_cache`.
+            logits_to_keep: logits of the last so many tokens only, or of the given columns; 0: of all.
+            recurrent_mask: [B, T], nonzero for recurrent tokens. None: all are.
+            segment_ids: [B, T] integers that number the documents of a row upwards. Nothing crosses from one document
+                to the next. None: all tokens continue the row's document.
+            solver: None: `config.solver`.
+            past_key_values: the older name of `cache`.
+            kwargs: passed on to the base model (output_hidden_states, num_items_in_batch, ...).
+
+        Returns:
+            logits [B, T, V] and loss; cache; hidden_states if asked for; solver_report.
+
+        Raises:
+            ValueError: an input does not fit; the message says what is allowed.
+        """
+        return_dict = kwargs.pop("return_dict", True)
+        num_items = kwargs.pop("num_items_in_batch", None)
+        given = as_recurrent_cache(cache if cache is not None else past_key_values, self.cache_class)
+        shape = check_token_ids(input_ids, inputs_embeds, self.config.get_text_config().vocab_size)
+        device = self.carry.norm.weight.device
+        call = resolve_call(shape, device, given, attention_mask, recurrent_mask, segment_ids, position_ids)
+        wanted = self._wants_cache(use_cache, given)
+        branch = (given if given is not None else self.new_cache()).branch() if wanted or given is not None else None
+        state = given.state if given is not None else None
+        if state is None:
+            state = RecurrentState.start(self.fusion.initial_state(shape[0]))
+        plan = Schedule(self.config.feedback_interval).plan(call.tokens, state)
+
+        run = _Run(self, plan, state, solver if solver is not None else solver_from_dict(self.config.solver), branch)
+        loop = LayerLoop(
+            self.layers, self.config.layer_start, self.config.layer_end, run.solve, self._mask_edit(call, shape[1])
+        )
+        base_inputs = self._base_inputs(call, plan, position_ids)
+        with loop.active():
+            output = super().forward(
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                use_cache=branch is not None,
+                logits_to_keep=logits_to_keep,
+                **{CACHE_NAME: branch},
+                **base_inputs,
+                **kwargs,
+            )
+        loss = None if labels is None else causal_lm_loss(output.logits, labels, call.tokens.labels, num_items)
+        result = RecurrentCausalLMOutput(
+            loss=loss,
+            logits=output.logits,
+            hidden_states=run.sorted_hidden_states(output.hidden_states),
+            attentions=run.checked_attentions(output.attentions),
+            solver_report=run.solution.report,
+            **{CACHE_NAME: run.commit(given, call.key_labels) if wanted else None},
+        )
+        return result if return_dict else result.to_tuple()
+
+    def _wants_cache(self, use_cache: bool | None, given: RecurrentCache | None) -> bool:
+        if use_cache is not None:
+            return use_cache
+        return given is not None or (not self.training and bool(getattr(self.config, "use_cache", True)))
+
+    def _mask_edit(self, call: CallInputs, num_tokens: int) -> DocumentMask | None:
+        if not call.needs_mask:
+            return None
+        if getattr(self.config.get_text_config(), "sliding_window", None) is not None:
+            refuse_padding_inside_documents(call.key_labels)
+        return DocumentMask(call.key_labels, num_tokens, self.config._attn_implementation)
+
+    def _base_inputs(self, call: CallInputs, plan: Plan, position_ids: Tensor | None) -> dict[str, Any]:
+        """Masks and positions for the base model: none where it would make the same itself."""
+        if not call.needs_mask:
+            return {"attention_mask": None, "position_ids": position_ids}
+        is_key = call.key_labels != PADDING
+        return {
+            "attention_mask": None if bool(is_key.all()) else is_key.long(),
+            "position_ids": plan.positions if position_ids is None else position_ids,
+        }
+
+
+class _Run:
+    """The recurrence of one `forward` call."""
+
+    def __init__(
+        self, model: T2MLRForCausalLM, plan: Plan, state: RecurrentState, solver: Solver, branch: RecurrentCache | None
+    ):
+        self.model, self.plan, self.state, self.solver, self.branch = model, plan, state, solver, branch
+        self.solution: Solution
+        self.core: LayerRange
+        self.inputs: Tensor
+
+    def solve(self, hidden: Tensor, calls: list[LayerCall]) -> Tensor:
+        self.inputs = hidden
+        self.core = LayerRange(calls, self.branch, self.model.config.get_text_config(decoder=True))
+        problem = Problem(
+            inputs=hidden,
+            plan=self.plan,
+            state=self.state,
+            fuse=self.model.fusion,
+            core=self.core,
+            carry=self.model.carry,
+        )
+        self.solution = self.solver.solve(problem)
+        if self.branch is not None:  # the layers after the range write into the same cache
+            self.branch.layers = self.solution.past.layers
+        return self.solution.outputs
+
+    def commit(self, given: RecurrentCache | None, key_labels: Tensor) -> RecurrentCache:
+        """Give the caller's cache what this call has added; until here it was not touched."""
+        assert self.branch is not None
+        self.branch.state, self.branch.key_labels = self.solution.state, key_labels
+        if given is None:
+            return self.branch
+        given.adopt(self.branch)
+        return given
+
+    def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
+        if recorded is None:
+            return None
+        start, width = self.model.config.layer_start, len(self.core.calls)
+        runs = self.core.ranges
+        first = start + 1
+        after = first + width * len(runs)
+        groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
+        if runs[-1] == (0, self.plan.num_tokens):
+            in_range = list(groups[-1])
+        else:
+            in_range = [
+                torch.cat(parts, dim=1) for parts in zip(*(group[: width - 1] for group in groups), strict=True)
+            ]
+            # The base puts its last layer's entry through the final norm, at full length.
+            whole = groups[-1][-1].shape[1] == self.plan.num_tokens
+            in_range.append(groups[-1][-1] if whole else torch.cat([group[-1] for group in groups], dim=1))
+        before = recorded[:first]
+        if start == 0:
+            before = (self.inputs,)
+        return (*before, *in_range, *recorded[after:])
+
+    def checked_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        if not recorded:
+            return recorded
+        start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.ranges
+        if runs[-1] != (0, self.plan.num_tokens):
+            raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
+        return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])
+
+
+def retrofit(
+    base: PreTrainedModel,
+    layer_start: int,
+    layer_end: int,
+    **settings: Any,
+) -> T2MLRForCausalLM:
+    """Add temporal recurrence to a causal language model. The result starts out computing exactly what `base` does.
+
+    The result shares the base's weights: nothing is copied, and training one trains the other. `base` itself goes on
+    working as before. For an independent model retrofit `copy.deepcopy(base)`.
+
+    Args:
+        base: any transformers causal language model with a list of decoder layers.
+        layer_start, layer_end: the recurrent range, half-open, counted from 0. The paper's best were the middle layers,
+            about a fifth of the depth.
+        settings: as in `T2MLRConfig` (solver, feedback_interval, prompt_recurrence, detach_residual).
+
+    Raises:
+        ValueError: the range does not lie in the model, the model is not supported (the message says what is
+            missing), or a weight is not finite.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> base = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        ...                                     num_attention_heads=4))
+        >>> model = retrofit(base, layer_start=1, layer_end=3)
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> torch.equal(model(ids).logits, base(ids).logits)
+        True
+    """
+    _refuse_unsupported_base(base)
+    check_layer_range(layer_start, layer_end, base.config.get_text_config(decoder=True).num_hidden_layers)
+    refuse_nonfinite_weights(base, type(base).__name__)
+    config = T2MLRConfig(base_config=base.config, layer_start=layer_start, layer_end=layer_end, **settings)
+    config.dtype = base.config.dtype
+    model = object.__new__(class_for(type(base)))
+    model.__dict__ = {
+        name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
+        for name, value in base.__dict__.items()
+    }
+    model.generation_config = copy.deepcopy(base.generation_config)
+    if model.generation_config is not None:
+        model.generation_config.cache_implementation = None  # Gemma's checkpoints ask for a kind of their own
+    model._take_over(config)
+    for module in (model.fusion, model.carry):
+        model._init_weights(module)
+        module.train(base.training)
+    return model
+
+
+_classes: dict[type, type[T2MLRForCausalLM]] = {}
+
+
+def class_for(base_class: type) -> type[T2MLRForCausalLM]:
+    """The class of recurrent models over `base_class`: a subclass of both, named T2MLR + its name."""
+    if base_class not in _classes:
+        name = f"T2MLR{base_class.__name__}"
+        members = {"__module__": __name__, "__doc__": f"{base_class.__name__} with temporal recurrence."}
+        _classes[base_class] = type(name, (T2MLRForCausalLM, base_class), members | {"config_class": T2MLRConfig})
+    return _classes[base_class]
+
+
+def __getattr__(name: str) -> Any:
+    """Classes made by `class_for`, by name: unpickling in another process looks them up here."""
+    if name.startswith("T2MLR"):
+        import transformers
+
+        base_class = getattr(transformers, name.removeprefix("T2MLR"), None)
+        if isinstance(base_class, type) and issubclass(base_class, PreTrainedModel):
+            return class_for(base_class)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def base_class_of(config: PreTrainedConfig | None) -> type:
+    """The causal language model class that transformers has for a configuration.
+
+    Raises:
+        ValueError: there is none.
+    """
+    mapping = AutoModelForCausalLM._model_mapping
+    if config is None or type(config) not in mapping:
+        raise ValueError(
+            f"base_config is {type(config).__name__}, for which transformers has no causal language model of its own. "
+            "Give the configuration of one (LlamaConfig, Qwen2Config, ...); code from a checkpoint is never run."
+        )
+    base_class: type = mapping[type(config)]
+    return base_class
+
+
+def _find_layers(model: nn.Module) -> tuple[nn.Module, str]:
+    for path in LAYER_LISTS:
+        owner_path, _, name = path.rpartition(".")
+        try:
+            owner = model.get_submodule(owner_path)
+        except AttributeError:
+            continue
+        if isinstance(getattr(owner, name, None), nn.ModuleList):
+            return owner, name
+    raise ValueError(
+        f"{type(model).__name__} keeps its decoder layers in none of the known places ({', '.join(LAYER_LISTS)}), so there "
+        "is no list of layers to make recurrent."
+    )
+
+
+def _refuse_unsupported_base(base: Any) -> None:
+    if isinstance(base, T2MLRForCausalLM):
+        raise ValueError("the base is a retrofitted model already: retrofit the model it was made from.")
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(f"base is a {type(base).__name__}: give a transformers causal language model.")
+    if base.config.is_encoder_decoder:
+        raise ValueError(f"{type(base).__name__} is an encoder-decoder model: only decoder-only models are supported.")
+    if type(base) is not base_class_of(base.config):
+        raise ValueError(
+            f"{type(base).__name__} is not the causal language model that transformers loads for a "
+            f"{type(base.config).__name__} ({base_class_of(base.config).__name__}), so the result could not be loaded "
+            "again. Load the base with AutoModelForCausalLM."
+        )
+    if "forward" in base.__dict__:
+        raise ValueError(
+            f"this {type(base).__name__}'s forward has been replaced (by device_map over several devices, or by another "
+            "library). Load it on one device, retrofit, save, and load the retrofitted model with device_map."
+        )
+    _find_layers(base)
+
+
+def _refuse_unsupported_layers(layers: nn.ModuleList, config: T2MLRConfig) -> None:
+    text = config.get_text_config(decoder=True)
+    name = type(layers[0]).__name__
+    if len(layers) != text.num_hidden_layers:
+        raise ValueError(f"the list of layers has {len(layers)} and num_hidden_layers is {text.num_hidden_layers}.")
+    arguments = layer_argument_names(layers[0])
+    if "attention_mask" not in arguments or not set(CACHE_NAMES) & set(arguments):
+        raise ValueError(
+            f"{name} takes {', '.join(arguments) or 'nothing'} beside the stream: an attention_mask and a cache of keys "
+            "and values are missing. Only stacks of attention layers are supported."
+        )
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(f"layers of type {sorted(unknown)} are not supported, only {sorted(_LAYER_TYPES)}.")

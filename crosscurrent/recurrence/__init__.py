@@ -1,0 +1,40 @@
+"""One idea: a causal stack of layers whose tokens also read a state carried from earlier tokens.
+
+Three things vary independently: the architecture (`fuse`, a core, `carry`), the `schedule` (which position a token
+reads) and the solver (how the equations are solved for known tokens). Start with `sequential.py`: it is the definition.
+This package needs PyTorch only.
+"""
+
+from crosscurrent.recurrence.carry import Carry, LastOutput, NormalizedSum
+from crosscurrent.recurrence.fuse import Fuse, GatedFusion, Merge
+from crosscurrent.recurrence.jacobi import Jacobi
+from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
+from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Tokens
+from crosscurrent.recurrence.sequential import Sequential
+from crosscurrent.recurrence.solver import SOLVERS, Solver, solver_from_dict, solver_to_dict
+from crosscurrent.recurrence.state import RecurrentState
+
+__all__ = [
+    "PADDING",
+    "SOLVERS",
+    "Carry",
+    "ConvergenceError",
+    "Core",
+    "Fuse",
+    "GatedFusion",
+    "Jacobi",
+    "LastOutput",
+    "Merge",
+    "NormalizedSum",
+    "Plan",
+    "Problem",
+    "RecurrentState",
+    "Schedule",
+    "Sequential",
+    "Solution",
+    "Solver",
+    "SolverReport",
+    "Tokens",
+    "solver_from_dict",
+    "solver_to_dict",
+]

@@ -1,0 +1,43 @@
+"""What the next token gets to read: r_t = carry(y_t, r), r being the state that token t itself read.
+
+Shapes: B rows, T tokens, D hidden_size.  y, r and the result [B, T, D].
+"""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Carry(Protocol):
+    def __call__(self, y: Tensor, r: Tensor) -> Tensor: ...
+
+
+class NormalizedSum(nn.Module):
+    """T2MLR's cache update R_t = RMSNorm(h_t + R_{t-1}) (arXiv 2607.15178), the norm with a learned weight.
+
+    Args:
+        hidden_size: width D.
+        eps: of the RMSNorm.
+        detach_residual: let no gradient through the R_{t-1} term, as the authors do in fine-tuning.
+
+    Example:
+        >>> import torch
+        >>> carry = NormalizedSum(hidden_size=4)
+        >>> carry(torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+        tensor([[[1., 1., 1., 1.]]], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, detach_residual: bool = False):
+        super().__init__()
+        self.detach_residual = detach_residual
+        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+
+    def forward(self, y: Tensor, r: Tensor) -> Tensor:
+        return self.norm(y + (r.detach() if self.detach_residual else r))
+
+
+class LastOutput(nn.Module):
+    """RLT's carry: the state is the core's last output itself, s_t = y_t."""
+
+    def forward(self, y: Tensor, r: Tensor) -> Tensor:
+        return y

@@ -1,0 +1,109 @@
+"""How the carried state enters the stream: z_t = fuse(x_t, r).
+
+Shapes: B rows, T tokens, D hidden_size.  x, z [B, T, D]; r [B, T, D] or [B, 1, D], which broadcasts over tokens.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Fuse(Protocol):
+    """What a solver needs of a fusion: the mix itself and the state read where there is no predecessor."""
+
+    def __call__(self, x: Tensor, r: Tensor) -> Tensor: ...
+
+    def initial_state(self, batch_size: int) -> Tensor: ...
+
+
+class GatedFusion(nn.Module):
+    """The fusion Phi of T2MLR (arXiv 2607.15178).
+
+    With h the stream entering the recurrent range and R the state of the token before::
+
+        Phi(h, R) = h + tanh(g_cur) * sigmoid(f_cur([h; R])) . h + tanh(g_rec) * sigmoid(f_rec([h; R])) . (W_rec R)
+
+    Both scalars start at 0, so a new fusion returns h itself, bit for bit. Where there is no predecessor R = 0.
+
+    Args:
+        hidden_size: width D of the stream; the fusion adds 5 D^2 + 2 D + 2 parameters.
+        initializer_range: standard deviation of the three matrices at the start.
+
+    Example:
+        >>> fuse = GatedFusion(hidden_size=8)
+        >>> h = torch.randn(2, 3, 8)
+        >>> torch.equal(fuse(h, torch.randn(2, 3, 8)), h)
+        True
+    """
+
+    def __init__(self, hidden_size: int, initializer_range: float = 0.02):
+        super().__init__()
+        self.initializer_range = initializer_range
+        self.current_gate = nn.Linear(2 * hidden_size, hidden_size)
+        self.recurrent_gate = nn.Linear(2 * hidden_size, hidden_size)
+        self.recurrent_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.current_scale = nn.Parameter(torch.zeros(()))
+        self.recurrent_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        current = torch.sigmoid(_linear_of_pair(self.current_gate, x, r))
+        recurrent = torch.sigmoid(_linear_of_pair(self.recurrent_gate, x, r))
+        kept = torch.tanh(self.current_scale) * current * x
+        added = torch.tanh(self.recurrent_scale) * recurrent * self.recurrent_projection(r)
+        return x + kept + added
+
+    def initial_state(self, batch_size: int) -> Tensor:
+        weight = self.recurrent_projection.weight
+        return weight.new_zeros(batch_size, weight.shape[1])
+
+
+class Merge(nn.Module):
+    """The merge of RLT (equations 2.9 to 2.11 of its report).
+
+    With e the encoder's output and s the decoder's last output::
+
+        r = RMSNorm_s(s)                      (2.9)
+        g = sigmoid(W_g [e; r] + b_g)         (2.10)
+        u = e + alpha * g . (W_s r)           (2.11)
+
+    Where there is no predecessor s is the learned vector s_*.
+
+    Args:
+        hidden_size: width D; the merge holds D^2 + (2 D^2 + D) + D + D parameters.
+        feedback_scale: alpha.
+        eps: of the RMSNorm.
+        initializer_range: standard deviation of the matrices and of s_* at the start.
+
+    Example:
+        >>> merge = Merge(hidden_size=8, feedback_scale=0.0)
+        >>> e = torch.randn(2, 3, 8)
+        >>> torch.equal(merge(e, torch.randn(2, 1, 8)), e)
+        True
+    """
+
+    def __init__(
+        self, hidden_size: int, feedback_scale: float = 0.1, eps: float = 1e-6, initializer_range: float = 0.02
+    ):
+        super().__init__()
+        self.feedback_scale = feedback_scale
+        self.initializer_range = initializer_range
+        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+        self.gate = nn.Linear(2 * hidden_size, hidden_size)
+        self.state_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.start_state = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        normalized = self.norm(r)
+        gate = torch.sigmoid(_linear_of_pair(self.gate, x, normalized))
+        return x + self.feedback_scale * gate * self.state_projection(normalized)
+
+    def initial_state(self, batch_size: int) -> Tensor:
+        return self.start_state.expand(batch_size, -1)
+
+
+def _linear_of_pair(linear: nn.Linear, x: Tensor, r: Tensor) -> Tensor:
+    """linear([x; r]) without the concatenation, so that one state can serve a whole chunk of tokens."""
+    for_x, for_r = linear.weight.chunk(2, dim=-1)
+    return F.linear(x, for_x) + F.linear(r, for_r, linear.bias)

@@ -1,0 +1,113 @@
+"""T2MLR's parallel training: guess all states, compute all tokens from the guess, repeat."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from crosscurrent.recurrence.problem import (
+    OnNonconvergence,
+    Problem,
+    Solution,
+    SolverReport,
+    answer_nonconvergence,
+)
+
+
+@dataclass(frozen=True)
+class Jacobi:
+    """Jacobi iteration over the states of all tokens (arXiv 2607.15178).
+
+    The guess is one pass without recurrence, which is not counted. Each iteration then fuses every token with the
+    state guessed for the position that it reads, runs the core over the whole sequence and replaces the guess. By
+    causality k iterations are exact on the first k stages of the plan, so no more are run than there are stages; a call
+    of one token, or without a recurrent token, is exact after one.
+
+    Args:
+        iterations: D, at most this many fused passes (the paper's `d_forward`).
+        backward_iterations: K, the last K of them carry gradient (`d_backward`); older guesses are constants.
+        tolerance: stop early once the relative change of the states, the largest over the batch, is below this. The
+            K passes that carry gradient are always run. None: run all iterations.
+        on_nonconvergence: what to do if the tolerance is not reached: "record" it in the report, "warn", or "raise".
+
+    Raises:
+        ValueError: iterations below 1, backward_iterations outside 1..iterations, or a tolerance that is not positive.
+
+    Example:
+        >>> Jacobi(iterations=8, backward_iterations=2).backward_iterations
+        2
+    """
+
+    name: ClassVar[str] = "jacobi"
+    iterations: int = 16
+    backward_iterations: int = 4
+    tolerance: float | None = None
+    on_nonconvergence: OnNonconvergence = "record"
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"iterations={self.iterations} is not allowed: at least 1 fused pass is needed.")
+        if not 1 <= self.backward_iterations <= self.iterations:
+            raise ValueError(
+                f"backward_iterations={self.backward_iterations} is not allowed: give 1 to iterations={self.iterations} "
+                "(0 would leave the recurrent weights without gradient)."
+            )
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise ValueError(f"tolerance={self.tolerance} is not allowed: give a positive number, or None.")
+        if self.on_nonconvergence not in get_args(OnNonconvergence):
+            allowed = ", ".join(map(repr, get_args(OnNonconvergence)))
+            raise ValueError(f"on_nonconvergence={self.on_nonconvergence!r} is not allowed: give one of {allowed}.")
+
+    def solve(self, problem: Problem) -> Solution:
+        num_stages = len(problem.plan.stages)
+        iterations = min(self.iterations, num_stages)
+        with_gradient = min(self.backward_iterations, iterations)
+        states = self._guess(problem) if num_stages > 1 else torch.zeros_like(problem.inputs)  # not read if one stage
+        residuals: list[Tensor] = []
+        with torch.no_grad():
+            for _ in range(iterations - with_gradient):
+                _, new_states, _ = _iterate(problem, states)
+                residuals.append(_residual(new_states, states, problem.plan.writes))
+                states = new_states
+                if self.tolerance is not None and residuals[-1].item() < self.tolerance:
+                    break
+        for _ in range(with_gradient):
+            outputs, new_states, past = _iterate(problem, states)
+            residuals.append(_residual(new_states, states, problem.plan.writes))
+            states = new_states
+        register = problem.pick(problem.plan.final_source[:, None], states)[:, 0]
+        report = self._report(residuals, num_stages)
+        answer_nonconvergence(report, self.on_nonconvergence)
+        return Solution(outputs, problem.final_state(register), past, report)
+
+    @torch.no_grad()
+    def _guess(self, problem: Problem) -> Tensor:
+        num_tokens = problem.plan.num_tokens
+        outputs, _ = problem.core.run(problem.inputs, 0, num_tokens, problem.core.start(keeps_entries=False))
+        return problem.carry(outputs, torch.zeros_like(outputs))
+
+    def _report(self, residuals: list[Tensor], num_stages: int) -> SolverReport:
+        exact = len(residuals) >= num_stages
+        converged = True if exact else None
+        if not exact and self.tolerance is not None:
+            converged = residuals[-1].item() < self.tolerance
+        compared = torch.stack(residuals) if num_stages > 1 else residuals[0].new_zeros(0)
+        return SolverReport(self.name, len(residuals), exact, converged, compared)
+
+
+def _iterate(problem: Problem, states: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """One fused pass: outputs, new states, and the core's entries after it."""
+    num_tokens = problem.plan.num_tokens
+    read = problem.pick(problem.plan.source, states)
+    z = problem.fused(problem.inputs, read, 0, num_tokens)
+    outputs, past = problem.core.run(z, 0, num_tokens, problem.core.start(keeps_entries=False))
+    return outputs, problem.carried(outputs, read, 0, num_tokens), past
+
+
+@torch.no_grad()
+def _residual(new: Tensor, old: Tensor, writes: Tensor) -> Tensor:
+    counted = writes[..., None]
+    change = torch.where(counted, new - old, 0).float().flatten(1).norm(dim=1)
+    size = torch.where(counted, new, 0).float().flatten(1).norm(dim=1)
+    return (change / size.clamp(min=torch.finfo(torch.float32).tiny)).max()

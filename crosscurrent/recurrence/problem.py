@@ -1,0 +1,134 @@
+"""What a solver is given, and what it returns. How to solve is the solver's own affair.
+
+Shapes: B rows, T tokens of this call, D hidden_size.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from crosscurrent.recurrence.carry import Carry
+from crosscurrent.recurrence.fuse import Fuse
+from crosscurrent.recurrence.schedule import CARRIED, INITIAL, Plan
+from crosscurrent.recurrence.state import RecurrentState
+
+OnNonconvergence = Literal["record", "warn", "raise"]
+
+
+class Core(Protocol):
+    """A causal stack of layers whose attention sees the entries (keys and values) of earlier tokens.
+
+    `past` holds those entries. It is opaque to solvers, and `run` never changes the one it is given.
+    """
+
+    def start(self, keeps_entries: bool) -> Any:
+        """The entries before this call. `keeps_entries` is True if the call will be run in several ranges."""
+        ...
+
+    def run(self, z: Tensor, start: int, stop: int, past: Any) -> tuple[Tensor, Any]:
+        """Outputs y [B, stop - start, D] for z of columns start..stop, and the entries including them."""
+        ...
+
+    def detach(self, past: Any) -> Any:
+        """The same entries without gradient history."""
+        ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The coupled equations for the known tokens of one call.
+
+        z_t = fuse(x_t, r_sigma(t)),   y_t = core(z_1..z_t),   r_t = carry(y_t, r_sigma(t))
+
+    Attributes:
+        inputs: x [B, T, D].
+        plan: sigma, worked out for these tokens.
+        state: what the call continues from.
+        fuse, core, carry: the architecture. `fuse` is None only if the plan fuses no token.
+    """
+
+    inputs: Tensor
+    plan: Plan
+    state: RecurrentState
+    fuse: Fuse | None
+    core: Core
+    carry: Carry
+
+    def fused(self, x: Tensor, r: Tensor, start: int, stop: int) -> Tensor:
+        """z of the columns start..stop, given what they read."""
+        fused = self.plan.fused[:, start:stop, None]
+        if self.fuse is None or not fused.any():
+            return x
+        return torch.where(fused, self.fuse(x, r), x)
+
+    def carried(self, y: Tensor, r: Tensor, start: int, stop: int) -> Tensor:
+        """r of the columns start..stop. A token that is not fused leaves a state that owes nothing to earlier ones."""
+        return self.carry(y, torch.where(self.plan.fused[:, start:stop, None], r, 0))
+
+    def initial(self) -> Tensor:
+        """[B, D] the state read where there is no predecessor."""
+        register = self.state.register
+        if self.fuse is None:
+            return torch.zeros_like(register)
+        return self.fuse.initial_state(register.shape[0]).to(register.dtype)
+
+    def pick(self, source: Tensor, states: Tensor) -> Tensor:
+        """The states [B, N, D] named by `source` [B, N], out of `states` [B, T, D] of this call's columns."""
+        index = source.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1])
+        picked = states.gather(1, index)
+        picked = torch.where((source == CARRIED)[..., None], self.state.register[:, None], picked)
+        return torch.where((source == INITIAL)[..., None], self.initial()[:, None], picked)
+
+    def final_state(self, register: Tensor) -> RecurrentState:
+        return RecurrentState(register, self.plan.final_num_tokens, self.plan.final_segment)
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """How a solve went.
+
+    Attributes:
+        solver: its name.
+        iterations: parallel passes (Jacobi) or dependent steps (Sequential) that were run.
+        exact: the result is the definition's, up to rounding.
+        converged: True if exact or the last residual is within the tolerance, False if it is not, None if there was no
+            tolerance to judge by.
+        residuals: [iterations] relative change of the states in each pass, the largest over the rows; empty if exact
+            from the start. Row b's change is ||r_new - r_old|| / ||r_new|| over its real tokens.
+    """
+
+    solver: str
+    iterations: int
+    exact: bool
+    converged: bool | None
+    residuals: Tensor
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Outputs y [B, T, D], the final state, the core's entries, and the report."""
+
+    outputs: Tensor
+    state: RecurrentState
+    past: Any
+    report: SolverReport
+
+
+class ConvergenceError(RuntimeError):
+    """A solver asked to raise did not reach its tolerance."""
+
+
+def answer_nonconvergence(report: SolverReport, action: OnNonconvergence) -> None:
+    """Do what the caller chose for a solve that missed its tolerance."""
+    if report.converged is not False or action == "record":
+        return
+    message = (
+        f"{report.solver} did not converge in {report.iterations} iterations: the last residual is "
+        f"{report.residuals[-1].item():.3g}. Allow more iterations, or use Sequential()."
+    )
+    if action == "raise":
+        raise ConvergenceError(message)
+    warnings.warn(message, stacklevel=2)

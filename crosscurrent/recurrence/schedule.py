@@ -1,0 +1,175 @@
+"""Which position a token reads: the map sigma(t), for one call.
+
+Shapes: B rows, T tokens of this call.
+
+A row is the sequence of its real tokens: padding, wherever it stands, is passed over as if it were deleted. A row may
+hold several documents after one another (packing); nothing crosses from one to the next.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crosscurrent.recurrence.state import RecurrentState
+
+INITIAL = -2  # the token has no predecessor in its document: it reads the architecture's initial state
+CARRIED = -1  # the token reads the state that this call was given
+PADDING = -1  # label of a column that holds no real token
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of each token of a call before anything is computed.
+
+    Attributes:
+        labels: [B, T] int64, the document that a token belongs to; PADDING where there is no real token.
+        recurrent: [B, T] bool, whether the token is fused with a state.
+    """
+
+    labels: Tensor
+    recurrent: Tensor
+
+    @property
+    def is_real(self) -> Tensor:
+        return self.labels != PADDING
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule worked out for the tokens of one call.
+
+    Attributes:
+        fused: [B, T] bool, tokens that are fused with the state they read. All others pass on unchanged.
+        writes: [B, T] bool, tokens whose carried state later tokens may read.
+        source: [B, T] int64, the column whose state a token reads, or CARRIED, or INITIAL.
+        positions: [B, T] int64, 0-based position of a token in its document (0 for padding).
+        labels: [B, T] int64, as in `Tokens`.
+        stages: half-open column ranges in order. No fused token reads a state written in its own range, so each range
+            can run in parallel once those before it are done. Their number is the length of the longest dependent
+            chain, and Jacobi iteration is exact after as many iterations.
+        final_source: [B] int64, the column whose state the next token of the row's document reads (or CARRIED, INITIAL).
+        final_num_tokens, final_segment: [B] int64, as in `RecurrentState`, after this call.
+    """
+
+    fused: Tensor
+    writes: Tensor
+    source: Tensor
+    positions: Tensor
+    labels: Tensor
+    stages: tuple[tuple[int, int], ...]
+    final_source: Tensor
+    final_num_tokens: Tensor
+    final_segment: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.fused.shape[1]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The reading pattern of a model.
+
+    Args:
+        feedback_interval: B of RLT. 1: a token reads the state of the token before it (RLT-1, T2MLR). B > 1: all
+            tokens of a chunk of B read the state of the last token of the previous complete chunk (RLT-2); chunks are
+            counted from the first token of each document. None: nothing is read (RLT-0).
+
+    Raises:
+        ValueError: the interval is neither None nor an integer of at least 1.
+
+    Example:
+        >>> tokens = Tokens(labels=torch.zeros(1, 6, dtype=torch.int64), recurrent=torch.ones(1, 6, dtype=torch.bool))
+        >>> state = RecurrentState.start(torch.zeros(1, 8))
+        >>> Schedule(feedback_interval=4).plan(tokens, state).source.tolist()
+        [[-2, -2, -2, -2, 3, 3]]
+        >>> Schedule(feedback_interval=4).plan(tokens, state).stages
+        ((0, 4), (4, 6))
+    """
+
+    feedback_interval: int | None = 1
+
+    def __post_init__(self) -> None:
+        interval = self.feedback_interval
+        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+            raise ValueError(
+                f"feedback_interval={interval!r} is not allowed: give 1 (every token reads the one before it), an "
+                "integer B > 1 (the end of the last complete chunk of B tokens), or None (no feedback)."
+            )
+
+    def plan(self, tokens: Tokens, state: RecurrentState) -> Plan:
+        """Work out which token reads what, given the state that the call continues from."""
+        is_real = tokens.is_real
+        starts, continues = _document_starts(tokens.labels, state.segment)
+        positions = _positions(is_real, starts, continues, state.num_tokens)
+        last_start = _last_column(starts)
+        writes, fused = self._writes(is_real, positions), is_real & tokens.recurrent
+        if self.feedback_interval is None:
+            fused = torch.zeros_like(fused)
+
+        last_write = _last_column(writes)
+        source_after = torch.where(last_write >= last_start, last_write, INITIAL)
+        no_start = last_start < 0
+        source_after = torch.where(no_start & (last_write < 0), torch.where(continues, CARRIED, INITIAL), source_after)
+        source = _source_of_each(source_after, starts, continues)
+        last_real = _last_column(is_real)[:, -1]
+        row = torch.arange(len(last_real), device=last_real.device)
+        seen = last_real >= 0
+        return Plan(
+            fused=fused,
+            writes=writes,
+            source=source,
+            positions=positions,
+            labels=tokens.labels,
+            stages=_stages(source, fused),
+            final_source=torch.where(seen, source_after[:, -1], CARRIED),
+            final_num_tokens=torch.where(seen, positions[row, last_real] + 1, state.num_tokens),
+            final_segment=torch.where(seen, tokens.labels[row, last_real], state.segment),
+        )
+
+    def _writes(self, is_real: Tensor, positions: Tensor) -> Tensor:
+        if self.feedback_interval is None:
+            return torch.zeros_like(is_real)
+        return is_real & ((positions + 1) % self.feedback_interval == 0)
+
+
+def _last_column(flags: Tensor) -> Tensor:
+    """[B, T] for each column, the last flagged column up to and including it, or -1."""
+    columns = torch.arange(flags.shape[1], device=flags.device)
+    return torch.where(flags, columns, -1).cummax(dim=1).values
+
+
+def _document_starts(labels: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T] bool: tokens that open a document; [B, 1] bool: rows whose first document began in an earlier call."""
+    is_real = labels != PADDING
+    # Labels never decrease along a row, so the running maximum is the label of the last real token.
+    before = torch.cat([segment[:, None], labels[:, :-1]], dim=1).cummax(dim=1).values
+    starts = is_real & (labels != before)
+    return starts, (segment != PADDING)[:, None]
+
+
+def _positions(is_real: Tensor, starts: Tensor, continues: Tensor, num_tokens: Tensor) -> Tensor:
+    rank = is_real.cumsum(dim=1) - 1
+    start_rank = torch.where(starts, rank, -1).cummax(dim=1).values
+    carried_rank = torch.where(continues, -num_tokens[:, None], 0)
+    offset = torch.where(start_rank >= 0, start_rank, carried_rank)
+    return torch.where(is_real, rank - offset, 0)
+
+
+def _source_of_each(source_after: Tensor, starts: Tensor, continues: Tensor) -> Tensor:
+    """A token reads what was left after the column before it, unless it opens a document."""
+    first = torch.where(continues, CARRIED, INITIAL)
+    before = torch.cat([first, source_after[:, :-1]], dim=1)
+    return torch.where(starts, INITIAL, before)
+
+
+def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[int, int], ...]:
+    last_read = torch.where(fused, source, INITIAL).amax(dim=0).tolist()
+    stages, start = [], 0
+    for column, read in enumerate(last_read):
+        if read >= start:
+            stages.append((start, column))
+            start = column
+    stages.append((start, len(last_read)))
+    return tuple(stages)

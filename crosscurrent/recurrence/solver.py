@@ -1,0 +1,57 @@
+"""The solvers by name, so that a model's configuration can hold one."""
+
+import difflib
+from dataclasses import asdict
+from typing import Any, ClassVar, Protocol
+
+from crosscurrent.recurrence.jacobi import Jacobi
+from crosscurrent.recurrence.problem import Problem, Solution
+from crosscurrent.recurrence.sequential import Sequential
+
+
+class Solver(Protocol):
+    """How the coupled equations of a call are solved. A new solver joins by a line in `SOLVERS`."""
+
+    name: ClassVar[str]
+
+    def solve(self, problem: Problem) -> Solution: ...
+
+
+SOLVERS: dict[str, type] = {solver.name: solver for solver in (Sequential, Jacobi)}
+
+
+def solver_to_dict(solver: Solver) -> dict[str, Any]:
+    """A solver as plain data.
+
+    Example:
+        >>> solver_to_dict(Sequential())
+        {'name': 'sequential', 'truncate': None}
+    """
+    return {"name": solver.name} | asdict(solver)  # type: ignore[call-overload]
+
+
+def solver_from_dict(data: dict[str, Any]) -> Solver:
+    """The solver that `data` describes.
+
+    Raises:
+        ValueError: the name or a setting is unknown, or a setting's value is not allowed.
+
+    Example:
+        >>> solver_from_dict({"name": "jacobi", "iterations": 8})
+        Jacobi(iterations=8, backward_iterations=4, tolerance=None, on_nonconvergence='record')
+    """
+    settings = dict(data)
+    name = settings.pop("name", None)
+    if name not in SOLVERS:
+        raise ValueError(f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{_guess(name, SOLVERS)}")
+    known = SOLVERS[name].__dataclass_fields__
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{name} has no setting {key!r}: it has {sorted(known)}.{_guess(key, known)}")
+    solver: Solver = SOLVERS[name](**settings)
+    return solver
+
+
+def _guess(word: Any, known: Any) -> str:
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

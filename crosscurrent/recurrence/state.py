@@ -1,0 +1,62 @@
+"""The carried state as an explicit value: passed in, returned, and never kept on a module."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a row carries from one call to the next, beside its attention entries.
+
+    Every operation returns a new value; none changes this one.
+
+    Attributes:
+        register: [B, D] the state that the next token of the same document reads.
+        num_tokens: [B] int64, real tokens consumed so far in the row's current document. Chunks of a feedback
+            interval are counted from it, per row.
+        segment: [B] int64, id of the row's current document; -1 before the first real token.
+
+    Example:
+        >>> state = RecurrentState.start(torch.zeros(2, 4))
+        >>> state.repeat(3).batch_size
+        6
+    """
+
+    register: Tensor
+    num_tokens: Tensor
+    segment: Tensor
+
+    @classmethod
+    def start(cls, register: Tensor) -> "RecurrentState":
+        """The state before the first token, given the architecture's initial register [B, D]."""
+        counts = torch.zeros(register.shape[0], dtype=torch.int64, device=register.device)
+        return cls(register=register, num_tokens=counts, segment=counts - 1)
+
+    @property
+    def batch_size(self) -> int:
+        return self.register.shape[0]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentState":
+        return RecurrentState(change(self.register), change(self.num_tokens), change(self.segment))
+
+    def select(self, rows: Tensor) -> "RecurrentState":
+        """The given rows ([N] integer, or [B] boolean), in the given order: reordering beams is a selection too."""
+        return self._map(lambda tensor: tensor[rows.to(tensor.device)])
+
+    def repeat(self, repeats: int) -> "RecurrentState":
+        """Every row `repeats` times, copies of a row side by side."""
+        return self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def detach(self) -> "RecurrentState":
+        """The same values without their gradient history."""
+        return replace(self, register=self.register.detach())
+
+    def clone(self) -> "RecurrentState":
+        """An independent copy without gradient history."""
+        return self._map(lambda tensor: tensor.detach().clone())
+
+    def to(self, device: torch.device | str) -> "RecurrentState":
+        return self._map(lambda tensor: tensor.to(device))
