@@ -1,6 +1,7 @@
 """The cache that `generate` carries: attention entries and the recurrent state, always changed together."""
 
 import copy
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ def _independent(value: Any, memo: dict[int, Any]) -> Any:
         return value.detach().clone()
     if isinstance(value, list | tuple):
         return type(value)(_independent(item, memo) for item in value)
-    if isinstance(value, RecurrentState):
-        return value.clone()
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _independent(getattr(value, field.name), memo) for field in fields(value)})
     if hasattr(value, "__dict__") and not isinstance(value, type):
         clone = copy.copy(value)
         clone.__dict__ = {name: _independent(item, memo) for name, item in value.__dict__.items()}

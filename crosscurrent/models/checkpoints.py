@@ -9,6 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
+_ALIGNMENT = 64  # bytes, of every block that torch allocates on a CPU
+
+
 class CheckpointError(ValueError, OSError):
     """A checkpoint is missing, incomplete or holds values that are not finite."""
 
@@ -25,6 +28,10 @@ def refuse_nonfinite_weights(model: nn.Module, source: str) -> None:
 
 class CheckedLoading(PreTrainedModel):
     """`from_pretrained` that names what is wrong with a checkpoint."""
+
+    def new_weight_names(self) -> set[str]:
+        """The weights that a checkpoint may lack, all together, because it is the base model's: they start fresh."""
+        return set()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,8 +53,22 @@ class CheckedLoading(PreTrainedModel):
             ) from error
         except OSError as error:
             raise CheckpointError(f"{source}: {error}") from error
+        missing = set(info["missing_keys"])
+        if missing and missing != model.new_weight_names():
+            raise CheckpointError(
+                f"{source}: weights are missing: {', '.join(sorted(missing))}. The checkpoint is incomplete."
+            )
         refuse_nonfinite_weights(model, source)
+        _align_weights(model)
         return (model, info) if wants_info else model
+
+
+def _align_weights(model: nn.Module) -> None:
+    """Move weights to memory as torch allocates it. Matrix products round differently on the odd addresses at which a
+    file is mapped, so that a loaded model would not repeat the saved one bit for bit."""
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def refuse_misspelt_settings(config: PreTrainedConfig, unknown: dict[str, Any]) -> None:

@@ -65,13 +65,16 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
                 kwargs[name] = value
         return super().generate(inputs, *args, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        kwargs["inputs_embeds"] = inputs_embeds  # named above because transformers looks for it in the signature
         model_inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         mask = model_inputs.get("recurrent_mask")
         if mask is not None:
             ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
             num_new = (ids if ids is not None else embeds).shape[1]  # type: ignore[union-attr]
-            num_embeds = 0 if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"].shape[1]
+            num_embeds = 0 if inputs_embeds is None else inputs_embeds.shape[1]
             num_generated = max(input_ids.shape[1] + num_embeds - mask.shape[1], 0)
             mask = torch.cat([mask != 0, mask.new_ones(mask.shape[0], num_generated, dtype=torch.bool)], dim=1)
             model_inputs["recurrent_mask"] = mask[:, -num_new:]

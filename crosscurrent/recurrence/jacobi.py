@@ -26,7 +26,8 @@ class Jacobi:
 
     Args:
         iterations: D, at most this many fused passes (the paper's `d_forward`).
-        backward_iterations: K, the last K of them carry gradient (`d_backward`); older guesses are constants.
+        backward_iterations: K, the last K of them carry gradient (`d_backward`). Outputs of older passes are constants;
+            the carry that turns the last of them into states is differentiated too.
         tolerance: stop early once the relative change of the states, the largest over the batch, is below this. The
             K passes that carry gradient are always run. None: run all iterations.
         on_nonconvergence: what to do if the tolerance is not reached: "record" it in the report, "warn", or "raise".
@@ -63,29 +64,25 @@ class Jacobi:
         num_stages = len(problem.plan.stages)
         iterations = min(self.iterations, num_stages)
         with_gradient = min(self.backward_iterations, iterations)
-        states = self._guess(problem) if num_stages > 1 else torch.zeros_like(problem.inputs)  # not read if one stage
+        guess = _guess(problem, is_read=num_stages > 1)
         residuals: list[Tensor] = []
         with torch.no_grad():
             for _ in range(iterations - with_gradient):
-                _, new_states, _ = _iterate(problem, states)
-                residuals.append(_residual(new_states, states, problem.plan.writes))
-                states = new_states
+                states = guess.states(problem)
+                guess, _ = _iterate(problem, states)
+                residuals.append(_residual(guess.states(problem), states, problem.plan.writes))
                 if self.tolerance is not None and residuals[-1].item() < self.tolerance:
                     break
+        states = guess.states(problem)  # outside no_grad: with even one backward iteration the carry's weights learn
         for _ in range(with_gradient):
-            outputs, new_states, past = _iterate(problem, states)
+            guess, past = _iterate(problem, states)
+            new_states = guess.states(problem)
             residuals.append(_residual(new_states, states, problem.plan.writes))
             states = new_states
         register = problem.pick(problem.plan.final_source[:, None], states)[:, 0]
         report = self._report(residuals, num_stages)
         answer_nonconvergence(report, self.on_nonconvergence)
-        return Solution(outputs, problem.final_state(register), past, report)
-
-    @torch.no_grad()
-    def _guess(self, problem: Problem) -> Tensor:
-        num_tokens = problem.plan.num_tokens
-        outputs, _ = problem.core.run(problem.inputs, 0, num_tokens, problem.core.start(keeps_entries=False))
-        return problem.carry(outputs, torch.zeros_like(outputs))
+        return Solution(guess.outputs, problem.final_state(register), past, report)
 
     def _report(self, residuals: list[Tensor], num_stages: int) -> SolverReport:
         exact = len(residuals) >= num_stages
@@ -96,13 +93,34 @@ class Jacobi:
         return SolverReport(self.name, len(residuals), exact, converged, compared)
 
 
-def _iterate(problem: Problem, states: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """One fused pass: outputs, new states, and the core's entries after it."""
+@dataclass(frozen=True)
+class _Guess:
+    """Outputs y and what was read r, both [B, T, D], of one pass; the states follow from them."""
+
+    outputs: Tensor
+    read: Tensor
+
+    def states(self, problem: Problem) -> Tensor:
+        return problem.carried(self.outputs, self.read, 0, problem.plan.num_tokens)
+
+
+@torch.no_grad()
+def _guess(problem: Problem, is_read: bool) -> _Guess:
+    """The pass without recurrence. It is left out if nothing will read its states."""
+    none = torch.zeros_like(problem.inputs)
+    if not is_read:
+        return _Guess(none, none)
+    outputs, _ = problem.core.run(problem.inputs, 0, problem.plan.num_tokens, problem.core.start(keeps_entries=False))
+    return _Guess(outputs, none)
+
+
+def _iterate(problem: Problem, states: Tensor) -> tuple[_Guess, Any]:
+    """One fused pass, and the core's entries after it."""
     num_tokens = problem.plan.num_tokens
     read = problem.pick(problem.plan.source, states)
     z = problem.fused(problem.inputs, read, 0, num_tokens)
     outputs, past = problem.core.run(z, 0, num_tokens, problem.core.start(keeps_entries=False))
-    return outputs, problem.carried(outputs, read, 0, num_tokens), past
+    return _Guess(outputs, read), past
 
 
 @torch.no_grad()

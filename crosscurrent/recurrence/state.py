@@ -54,9 +54,5 @@ class RecurrentState:
         """The same values without their gradient history."""
         return replace(self, register=self.register.detach())
 
-    def clone(self) -> "RecurrentState":
-        """An independent copy without gradient history."""
-        return self._map(lambda tensor: tensor.detach().clone())
-
     def to(self, device: torch.device | str) -> "RecurrentState":
         return self._map(lambda tensor: tensor.to(device))

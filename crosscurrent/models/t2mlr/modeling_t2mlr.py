@@ -121,6 +121,9 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         else:
             super()._init_weights(module)
 
+    def new_weight_names(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if name.startswith(("fusion.", "carry."))}
+
     def new_cache(self) -> T2MLRCache:
         return T2MLRCache(self.config.get_text_config(decoder=True))
 

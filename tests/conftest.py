@@ -1,0 +1,41 @@
+"""Set-up of every test: offline, seeded, and with uninitialised memory poisoned."""
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import pytest
+import torch
+
+from tests.float64 import KeepFloat64
+
+torch.set_num_threads(1)  # tests run in parallel processes
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned() -> Iterator[None]:
+    """With deterministic algorithms torch fills memory from `torch.empty` with NaN, so that reading it shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def exact_arithmetic() -> Iterator[None]:
+    with KeepFloat64():
+        yield
+
+
+@pytest.fixture
+def record_figures(capsys: pytest.CaptureFixture[str]) -> Callable[[str, dict[str, float]], None]:
+    """Print measured figures into the test run's own output."""
+
+    def record(what: str, figures: dict[str, float]) -> None:
+        line = ", ".join(f"{name} {value:.1e}" for name, value in figures.items())
+        with capsys.disabled():
+            print(f"\n{what}: largest difference to sequential: {line}", flush=True)
+
+    return record

@@ -1,0 +1,88 @@
+"""What is particular to RLT: sizes, the window's meaning, sharing of weights."""
+
+import pytest
+import torch
+
+import crosscurrent as cc
+from tests.subjects import largest_difference, make_rlt, token_ids
+
+
+def count(**settings: object) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in cc.RLTForCausalLM(cc.RLTConfig(**settings)).parameters())
+
+
+def test_published_parameter_counts() -> None:
+    assert count(feedback_interval=None) == 27_938_944
+    splits = {(4, 4): 28.73, (5, 3): 28.20, (6, 2): 27.68, (7, 1): 27.15, (8, 0): 26.10}
+    for (encoder, decoder), millions in splits.items():
+        sizes = {"num_encoder_layers": encoder, "num_decoder_layers": decoder}
+        assert round(count(**sizes) / 1e6, 2) == millions
+        assert count(**sizes) - count(**sizes, feedback_interval=None) == 787_968
+        assert count(**sizes, feedback_interval=8) == count(**sizes)
+    assert round(count(num_encoder_layers=8, num_decoder_layers=0, feedback_interval=None) / 1e6, 2) == 25.31
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("solver", [cc.Sequential(), cc.Jacobi(12, 1)], ids=lambda solver: solver.name)
+def test_window_counts_the_current_token(window: int, solver: object) -> None:
+    """With every other path closed, the last token sees token i exactly if it is at most window - 1 tokens back."""
+    model = make_rlt(num_decoder_layers=1, feedback_interval=None, sliding_window=window)
+    with torch.no_grad():
+        for layer in model.model.encoder:
+            layer.self_attn.o_proj.weight.zero_()
+        model.model.decoder.layers[0].memory_attn.o_proj.weight.zero_()
+    embeddings = torch.randn(1, 9, 16, dtype=torch.float64, requires_grad=True)
+    model(inputs_embeds=embeddings, solver=solver).logits[0, -1].sum().backward()
+    assert embeddings.grad is not None
+    reached = (embeddings.grad[0].abs().sum(-1) > 0).tolist()
+    assert reached == [i >= 9 - window for i in range(9)]
+
+
+def test_tied_layers_share_weights_and_gradients() -> None:
+    model = make_rlt(tie_encoder_decoder=True)
+    encoder, decoder = model.model.encoder[0], model.model.decoder.layers[0]
+    assert decoder.self_attn.q_proj.weight is encoder.self_attn.q_proj.weight
+    assert decoder.mlp.down_proj.weight is encoder.mlp.down_proj.weight
+    assert decoder.self_attn.q_norm.weight is not encoder.self_attn.q_norm.weight
+    untied = make_rlt()
+    shared = 2 * (4 * 16 * 16 + 3 * 16 * 24)
+    assert model.num_parameters() == untied.num_parameters() - shared
+
+
+def test_memory_groups_serve_layers_in_order() -> None:
+    model = make_rlt(num_decoder_layers=5, num_memory_groups=2)
+    assert [model.model.decoder.memory_group(index) for index in range(5)] == [0, 0, 0, 1, 1]
+
+
+def test_positions_that_differ_from_its_own_are_refused() -> None:
+    with pytest.raises(ValueError, match="position_ids differ"):
+        make_rlt()(token_ids(1, 3), position_ids=torch.tensor([[5, 6, 7]]))
+
+
+def test_truncation_changes_gradients_only() -> None:
+    model, ids = make_rlt(), token_ids(2, 9)
+    whole, cut = model(ids, labels=ids), model(ids, labels=ids, solver=cc.Sequential(truncate=4))
+    assert torch.equal(whole.logits, cut.logits)
+    weight = model.model.merge.state_projection.weight
+    full, short = (torch.autograd.grad(output.loss, weight)[0] for output in (whole, cut))
+    assert largest_difference(full, short) > 1e-8
+
+
+def test_truncation_cuts_exactly_where_it_says() -> None:
+    """The loss on tokens of one segment equals, in gradient, that segment run from a detached cache."""
+    model, ids = make_rlt(num_encoder_layers=1), token_ids(1, 8)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    with torch.no_grad():
+        model.model.encoder[0].self_attn.o_proj.weight.zero_()
+        for layer in model.model.decoder.layers:
+            layer.memory_attn.o_proj.weight.zero_()
+    weight = model.model.merge.state_projection.weight
+    cut = torch.autograd.grad(model(ids, labels=labels, solver=cc.Sequential(truncate=4)).loss, weight)[0]
+    with torch.no_grad():
+        from tests.subjects import cache_of
+
+        cache = cache_of(model(ids[:, :4], use_cache=True))
+    expected = torch.autograd.grad(model(ids[:, 4:], labels=ids[:, 4:], cache=cache).loss, weight)[0]
+    assert largest_difference(cut, expected) < 1e-12

@@ -1,0 +1,90 @@
+"""The map sigma(t) against a count done by hand, token by token."""
+
+import itertools
+
+import pytest
+import torch
+
+from crosscurrent.recurrence import PADDING, RecurrentState, Schedule, Tokens
+from crosscurrent.recurrence.schedule import CARRIED, INITIAL
+
+
+def by_hand(labels: list[int], interval: int | None, num_tokens: int, segment: int) -> tuple[list[int], list[int]]:
+    """(source, position) of each real token, and PADDING's stand-ins, for one row."""
+    readable = CARRIED if segment != PADDING else INITIAL
+    sources, positions = [], []
+    for column, label in enumerate(labels):
+        if label == PADDING:
+            sources.append(None)
+            positions.append(0)
+            continue
+        if label != segment:
+            segment, num_tokens, readable = label, 0, INITIAL
+        sources.append(readable)
+        positions.append(num_tokens)
+        num_tokens += 1
+        if interval is not None and num_tokens % interval == 0:
+            readable = column
+    return sources, positions  # type: ignore[return-value]
+
+
+ROWS = [
+    [0, 0, 0, 0, 0, 0, 0, 0, 0],
+    [PADDING, PADDING, 0, 0, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, PADDING, PADDING, PADDING, PADDING],
+    [0, PADDING, 0, 0, PADDING, 1, 1, 1, 4],
+    [PADDING] * 9,
+    [2, 2, 3, 4, 4, 4, 4, 4, 5],
+]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4, 20, None])
+@pytest.mark.parametrize(("num_tokens", "segment"), [(0, PADDING), (1, 0), (3, 0), (4, 0)])
+def test_against_counting_by_hand(interval: int | None, num_tokens: int, segment: int) -> None:
+    labels = torch.tensor(ROWS)
+    state = RecurrentState(
+        torch.zeros(len(ROWS), 2), torch.full((len(ROWS),), num_tokens), torch.full((len(ROWS),), segment)
+    )
+    plan = Schedule(interval).plan(Tokens(labels, torch.ones_like(labels, dtype=torch.bool)), state)
+    for row, row_labels in enumerate(ROWS):
+        sources, positions = by_hand(row_labels, interval, num_tokens, segment)
+        for column, source in enumerate(sources):
+            if source is not None:
+                assert plan.source[row, column] == source, (row, column)
+        assert plan.positions[row].tolist() == positions
+    assert bool(plan.fused.any()) is (interval is not None)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, None])
+def test_stages_cover_all_columns_and_never_read_themselves(interval: int | None) -> None:
+    labels = torch.tensor(ROWS)
+    recurrent = torch.ones_like(labels, dtype=torch.bool)
+    recurrent[0, :5] = False
+    plan = Schedule(interval).plan(Tokens(labels, recurrent), RecurrentState.start(torch.zeros(len(ROWS), 2)))
+    assert plan.stages[0][0] == 0 and plan.stages[-1][1] == 9
+    assert all(first[1] == second[0] for first, second in itertools.pairwise(plan.stages))
+    for start, stop in plan.stages:
+        read = plan.source[:, start:stop][plan.fused[:, start:stop]]
+        assert bool((read < start).all())
+
+
+def test_fewest_possible_stages() -> None:
+    labels = torch.zeros(1, 12, dtype=torch.int64)
+    recurrent = torch.ones(1, 12, dtype=torch.bool)
+    start = RecurrentState.start(torch.zeros(1, 2))
+    assert len(Schedule(1).plan(Tokens(labels, recurrent), start).stages) == 12
+    assert len(Schedule(4).plan(Tokens(labels, recurrent), start).stages) == 3
+    assert len(Schedule(None).plan(Tokens(labels, recurrent), start).stages) == 1
+    recurrent[:, :8] = False  # a prompt that is not recurrent runs in one go, its successor reads it
+    assert Schedule(1).plan(Tokens(labels, recurrent), start).stages == ((0, 8), (8, 9), (9, 10), (10, 11), (11, 12))
+
+
+def test_chunks_go_on_across_calls() -> None:
+    """A prompt of 6 at B = 4: tokens 5 to 8 all read y_4, and y_6 does not enter the register."""
+    schedule = Schedule(4)
+    start = RecurrentState.start(torch.zeros(1, 2))
+    prompt = schedule.plan(Tokens(torch.zeros(1, 6, dtype=torch.int64), torch.ones(1, 6, dtype=torch.bool)), start)
+    assert prompt.source.tolist() == [[INITIAL] * 4 + [3, 3]] and prompt.final_source.tolist() == [3]
+    state = RecurrentState(start.register, prompt.final_num_tokens, prompt.final_segment)
+    rest = schedule.plan(Tokens(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool)), state)
+    assert rest.source.tolist() == [[CARRIED, CARRIED, 1, 1]]
