@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
-OLDEST_TRANSFORMERS := transformers==5.5.0 huggingface_hub==1.33.0 tokenizers==0.22.2
+OLDEST_TRANSFORMERS := transformers==5.5.0 huggingface_hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9
 # Data files for the tests; see tests/README.md.
 export CROSSCURRENT_TEST_DATA ?= $(abspath ../shared/data)
 

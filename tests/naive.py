@@ -28,7 +28,8 @@ class NaiveRLT:
     """logits [T, V] of an RLT, one token and one head vector at a time."""
 
     def __init__(self, model: cc.RLTForCausalLM):
-        self.model, self.config = model.model, model.config
+        self.model: Any = model.model
+        self.config = model.config
         self.heads, self.theta = model.config.num_attention_heads, model.config.rope_theta
         self.lm_head = model.lm_head
 
@@ -57,8 +58,9 @@ class NaiveRLT:
                 query, key, value = self.project(layer.self_attn, rms_norm(x, layer.input_layernorm), position)
                 keys.append(key)
                 values.append(value)
-                x = x + layer.self_attn.o_proj(self.attend(query, keys, values))
-                out.append(x + self.feed_forward(layer.mlp, rms_norm(x, layer.post_attention_layernorm)))
+                attended = x + layer.self_attn.o_proj(self.attend(query, keys, values))
+                normed = rms_norm(attended, layer.post_attention_layernorm)
+                out.append(attended + self.feed_forward(layer.mlp, normed))
             stream = out
         return stream
 
@@ -67,7 +69,7 @@ class NaiveRLT:
         memory_keys: list[list[Tensor]] = [[] for _ in self.model.memory]
         memory_values: list[list[Tensor]] = [[] for _ in self.model.memory]
         windows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.model.decoder.layers]
-        state = None if merge is None else merge.start_state
+        state: Any = None if merge is None else merge.start_state
         logits = []
         for position, e in enumerate(encoded):
             for group, projection in enumerate(self.model.memory):
@@ -101,9 +103,11 @@ class NaiveRLT:
 def naive_t2mlr(model: cc.T2MLRForCausalLM, ids: Tensor, recurrent: list[bool]) -> Tensor:
     """logits [T, V] for ids [1, T]: the whole base model run on one token after the other, with hooks for the rest."""
     start, end = model.config.layer_start, model.config.layer_end
-    fusion, norm = model.fusion, model.carry.norm
+    fusion: Any = model.fusion
+    norm = model.carry.norm
     layers = list(model.layers._modules.values())
-    memory = {"R": torch.zeros(fusion.recurrent_projection.weight.shape[0], dtype=torch.float64), "is_recurrent": True}
+    start_state = torch.zeros(model.carry.norm.weight.shape, dtype=torch.float64)
+    memory: dict[str, Any] = {"R": start_state, "is_recurrent": True}
 
     def fuse(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not memory["is_recurrent"]:
@@ -125,11 +129,13 @@ def naive_t2mlr(model: cc.T2MLRForCausalLM, ids: Tensor, recurrent: list[bool]) 
 
     handles = [layers[start].register_forward_pre_hook(fuse), layers[end - 1].register_forward_hook(carry)]
     cache, logits = DynamicCache(config=model.config.get_text_config()), []
-    base_forward: Any = base_class_of(model.config.base_config).forward
+    base_class: Any = base_class_of(model.config.base_config)
     try:
         for column, is_recurrent in enumerate(recurrent):
             memory["is_recurrent"] = is_recurrent
-            output = base_forward(model, input_ids=ids[:, column : column + 1], use_cache=True, **{CACHE_NAME: cache})
+            output = base_class.forward(
+                model, input_ids=ids[:, column : column + 1], use_cache=True, **{CACHE_NAME: cache}
+            )
             logits.append(output.logits[0, 0])
     finally:
         for handle in handles:

@@ -1,6 +1,7 @@
 """The models that the laws are tested on. A new architecture joins the battery by one line in `T2MLR_BASES` or `RLTS`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from transformers import (
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
@@ -40,6 +40,13 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 PLAIN = {name: value for name, value in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+QUIET: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 
 T2MLR_BASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SIZES),
@@ -53,7 +60,6 @@ T2MLR_BASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=16, n_inner=24, n_layer=4, n_head=2, n_positions=64, **QUIET),
     "gpt_neox": lambda: GPTNeoXConfig(**PLAIN),
 }
-QUIET = {"bos_token_id": 1, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 RLT_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -80,7 +86,7 @@ def make_rlt(**changes: Any) -> cc.RLTForCausalLM:
     return moved(cc.RLTForCausalLM(cc.RLTConfig(**(RLT_SIZES | changes))))
 
 
-def make_base(name: str) -> PreTrainedModel:
+def make_base(name: str) -> Any:
     config = T2MLR_BASES[name]()
     torch.manual_seed(1)
     return moved(base_class_of(config)(config))
@@ -94,8 +100,8 @@ def make_t2mlr(name: str, layer_start: int = 1, layer_end: int = 3, **settings: 
 
 
 SUBJECTS: dict[str, Callable[[], Any]] = {
-    **{name: lambda changes=changes: make_rlt(**changes) for name, changes in RLTS.items()},
-    **{f"t2mlr_{name}": lambda name=name: make_t2mlr(name) for name in T2MLR_BASES},
+    **{name: partial(make_rlt, **changes) for name, changes in RLTS.items()},
+    **{f"t2mlr_{name}": partial(make_t2mlr, name) for name in T2MLR_BASES},
     "t2mlr_interval": lambda: make_t2mlr("llama", feedback_interval=4),
     "t2mlr_first_layers": lambda: make_t2mlr("llama", 0, 2),
     "t2mlr_last_layers": lambda: make_t2mlr("gemma3", 2, 4),

@@ -52,7 +52,7 @@ def test_layer_range(start: int, end: int) -> None:
         cc.T2MLRConfig(base_config=base.config, layer_start=start, layer_end=end)
 
 
-@pytest.mark.parametrize(("settings", "message"), BAD_RLT_SETTINGS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("settings", "message"), BAD_RLT_SETTINGS, ids=str)
 def test_rlt_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cc.RLTConfig(**(RLT_SIZES | settings))
@@ -157,7 +157,7 @@ def test_unsupported_bases() -> None:
         vocab_size=43, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=4, n_groups=1
     )
     t5 = T5Config(vocab_size=43, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    cases = [
+    cases: list[tuple[Any, str]] = [
         (LlamaForSequenceClassification(tiny), "not the causal language model"),
         (LlamaModel(tiny), "not the causal language model"),
         (Mamba2ForCausalLM(mamba), "none of the known places"),
@@ -194,7 +194,7 @@ def test_broken_checkpoints(load: Callable[[Path], Any], tmp_path: Path) -> None
     weights = saved(tmp_path)
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="cut short|damaged"):
+    with pytest.raises(ValueError, match=r"cut short|damaged"):
         load(str(tmp_path))  # type: ignore[arg-type]
     weights.unlink()
     with pytest.raises(ValueError, match=str(tmp_path)):

@@ -143,7 +143,7 @@ def test_batch_size_may_change_between_calls(subject: str) -> None:
     assert largest_difference(model(following, cache=cache).logits, expected) < 1e-6
     cache.reset()
     assert largest_difference(model(kept, cache=cache).logits, model(kept).logits) < 1e-6
-    with pytest.raises(ValueError, match="3 and the call has|the call has 3"):
+    with pytest.raises(ValueError, match="the call has 3"):
         model(token_ids(3, 1), cache=cache)
 
 
@@ -191,7 +191,8 @@ def test_fresh_retrofit_generates_what_its_base_does(base_name: str) -> None:
 
 
 def test_embeddings_as_prompt() -> None:
-    model, ids = make_t2mlr("llama"), token_ids(1, 5)
+    model: Any = make_t2mlr("llama")
+    ids = token_ids(1, 5)
     embeds = model.get_input_embeddings()(ids)
     for prompt_recurrence in (True, False):
         settings = GREEDY | {"prompt_recurrence": prompt_recurrence}

@@ -103,7 +103,8 @@ def test_state_reaches_far_beyond_the_window() -> None:
 def test_splitting(subject: str, solver: str, sizes: tuple[int, ...]) -> None:
     model, ids = SUBJECTS[subject](), token_ids(2, T)
     whole = model(ids, solver=solver_named(solver), use_cache=True)
-    cache, logits = None, []
+    cache: Any = None
+    logits = []
     for part in ids.split(sizes, dim=1):
         output = model(part, cache=cache, use_cache=True, solver=solver_named(solver))
         cache = cache_of(output)
@@ -212,7 +213,8 @@ def test_packing_across_calls_and_padding(subject: str) -> None:
     model = SUBJECTS[subject]()
     ids = token_ids(2, 9)
     segments = torch.tensor([[0, 0, 0, 2, 2, 2, 2, 5, 5], [0, 0, 0, 0, 0, 1, 1, 1, 1]])
-    cache, logits = None, []
+    cache: Any = None
+    logits = []
     for columns in (slice(0, 2), slice(2, 5), slice(5, 9)):
         output = model(
             ids[:, columns], segment_ids=segments[:, columns], cache=cache, use_cache=True, solver=cc.Sequential()
@@ -311,7 +313,8 @@ def test_round_trip(subject: str, tmp_path: Path) -> None:
     model, ids = SUBJECTS[subject](), token_ids(2, T)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert not list(tmp_path.glob("*.bin"))
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    result: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, info = result
     assert type(loaded) is type(model) and loaded.dtype == torch.float64
     assert not info["missing_keys"] and not info["unexpected_keys"]
     saved, again = model.state_dict(), loaded.state_dict()
@@ -351,7 +354,8 @@ def test_any_length_and_interval_splits(interval: int, sizes: tuple[int, ...]) -
     model, total = make_rlt(feedback_interval=interval), sum(sizes)
     ids, mask = token_ids(2, total), torch.ones(2, total, dtype=torch.int64)
     mask[1, : sizes[0] - 1] = 0
-    cache, logits, seen = None, [], 0
+    cache: Any = None
+    logits, seen = [], 0
     for part in ids.split(sizes, dim=1):
         seen += part.shape[1]
         output = model(part, attention_mask=mask[:, :seen], cache=cache, use_cache=True)

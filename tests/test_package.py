@@ -17,7 +17,7 @@ ORDER = ["recurrence", "models", "tasks", "experiments", "cli"]
 
 
 def imported_modules(path: Path) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

@@ -1,22 +1,24 @@
 """What is particular to RLT: sizes, the window's meaning, sharing of weights."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import crosscurrent as cc
-from tests.subjects import largest_difference, make_rlt, token_ids
+from tests.subjects import cache_of, largest_difference, make_rlt, token_ids
 
 
-def count(**settings: object) -> int:
+def count(**settings: Any) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in cc.RLTForCausalLM(cc.RLTConfig(**settings)).parameters())
 
 
 def test_published_parameter_counts() -> None:
     assert count(feedback_interval=None) == 27_938_944
-    splits = {(4, 4): 28.73, (5, 3): 28.20, (6, 2): 27.68, (7, 1): 27.15, (8, 0): 26.10}
+    splits: dict[tuple[int, int], float] = {(4, 4): 28.73, (5, 3): 28.20, (6, 2): 27.68, (7, 1): 27.15, (8, 0): 26.10}
     for (encoder, decoder), millions in splits.items():
-        sizes = {"num_encoder_layers": encoder, "num_decoder_layers": decoder}
+        sizes: Any = {"num_encoder_layers": encoder, "num_decoder_layers": decoder}
         assert round(count(**sizes) / 1e6, 2) == millions
         assert count(**sizes) - count(**sizes, feedback_interval=None) == 787_968
         assert count(**sizes, feedback_interval=8) == count(**sizes)
@@ -25,7 +27,7 @@ def test_published_parameter_counts() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("solver", [cc.Sequential(), cc.Jacobi(12, 1)], ids=lambda solver: solver.name)
-def test_window_counts_the_current_token(window: int, solver: object) -> None:
+def test_window_counts_the_current_token(window: int, solver: Any) -> None:
     """With every other path closed, the last token sees token i exactly if it is at most window - 1 tokens back."""
     model = make_rlt(num_decoder_layers=1, feedback_interval=None, sliding_window=window)
     with torch.no_grad():
@@ -81,8 +83,6 @@ def test_truncation_cuts_exactly_where_it_says() -> None:
     weight = model.model.merge.state_projection.weight
     cut = torch.autograd.grad(model(ids, labels=labels, solver=cc.Sequential(truncate=4)).loss, weight)[0]
     with torch.no_grad():
-        from tests.subjects import cache_of
-
         cache = cache_of(model(ids[:, :4], use_cache=True))
     expected = torch.autograd.grad(model(ids[:, 4:], labels=ids[:, 4:], cache=cache).loss, weight)[0]
     assert largest_difference(cut, expected) < 1e-12

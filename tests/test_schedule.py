@@ -9,10 +9,13 @@ from crosscurrent.recurrence import PADDING, RecurrentState, Schedule, Tokens
 from crosscurrent.recurrence.schedule import CARRIED, INITIAL
 
 
-def by_hand(labels: list[int], interval: int | None, num_tokens: int, segment: int) -> tuple[list[int], list[int]]:
+def by_hand(
+    labels: list[int], interval: int | None, num_tokens: int, segment: int
+) -> tuple[list[int | None], list[int]]:
     """(source, position) of each real token, and PADDING's stand-ins, for one row."""
     readable = CARRIED if segment != PADDING else INITIAL
-    sources, positions = [], []
+    sources: list[int | None] = []
+    positions = []
     for column, label in enumerate(labels):
         if label == PADDING:
             sources.append(None)
@@ -25,7 +28,7 @@ def by_hand(labels: list[int], interval: int | None, num_tokens: int, segment: i
         num_tokens += 1
         if interval is not None and num_tokens % interval == 0:
             readable = column
-    return sources, positions  # type: ignore[return-value]
+    return sources, positions
 
 
 ROWS = [

@@ -1,5 +1,7 @@
 """Reports, tolerances and what happens when a solver does not converge."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,7 +56,7 @@ def test_same_numbers_with_and_without_gradients_and_in_either_mode() -> None:
 
 def test_nonconvergence_is_answered_as_chosen() -> None:
     model, ids = make_t2mlr("llama"), token_ids(1, 12)
-    settings = {"iterations": 2, "backward_iterations": 1, "tolerance": 1e-9}
+    settings: Any = {"iterations": 2, "backward_iterations": 1, "tolerance": 1e-9}
     recorded = model(ids, solver=cc.Jacobi(**settings)).solver_report
     assert recorded.converged is False and recorded.iterations == 2
     with pytest.raises(cc.ConvergenceError, match="did not converge in 2 iterations"):

@@ -27,7 +27,8 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
         CheckpointError: it is missing, incomplete or holds values that are not finite; a `ValueError`.
 
     Example:
-        >>> model = load_base("smollm2-135m")  # doctest: +SKIP
+        >>> load_base("smollm2-135m").config.num_hidden_layers
+        30
     """
     location, extra = _locate(name)
     try:

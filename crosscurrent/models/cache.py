@@ -38,9 +38,12 @@ class RecurrentCache(DynamicCache):
         branch.layers = [copy.copy(layer) for layer in self.layers]
         return branch
 
-    def adopt(self, branch: "RecurrentCache") -> None:
-        """Take over all that a branch of this cache holds, once a call has succeeded as a whole."""
-        self.__dict__.update(branch.__dict__)
+    def commit_to(self, given: "RecurrentCache | None") -> "RecurrentCache":
+        """Give the cache that this is a branch of all that it holds, once a call has succeeded as a whole."""
+        if given is None:
+            return self
+        given.__dict__.update(self.__dict__)
+        return given
 
     def _map_rows(self, change: str, argument: Any) -> None:
         """Apply a row operation of `RecurrentState` to what this class holds beside the layers."""
@@ -53,7 +56,7 @@ class RecurrentCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows into the order of beam_idx ([B] integer)."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._map_rows("select", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -8,7 +8,6 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-
 _ALIGNMENT = 64  # bytes, of every block that torch allocates on a CPU
 
 
@@ -44,7 +43,7 @@ class CheckedLoading(PreTrainedModel):
         source = str(pretrained_model_name_or_path)
         wants_info = kwargs.pop("output_loading_info", False)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
@@ -53,6 +52,7 @@ class CheckedLoading(PreTrainedModel):
             ) from error
         except OSError as error:
             raise CheckpointError(f"{source}: {error}") from error
+        model, info = loaded
         missing = set(info["missing_keys"])
         if missing and missing != model.new_weight_names():
             raise CheckpointError(

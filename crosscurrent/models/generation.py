@@ -80,7 +80,7 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
             model_inputs["recurrent_mask"] = mask[:, -num_new:]
         return model_inputs
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):

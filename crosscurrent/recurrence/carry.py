@@ -23,8 +23,8 @@ class NormalizedSum(nn.Module):
     Example:
         >>> import torch
         >>> carry = NormalizedSum(hidden_size=4)
-        >>> carry(torch.ones(1, 1, 4), torch.ones(1, 1, 4))
-        tensor([[[1., 1., 1., 1.]]], grad_fn=<MulBackward0>)
+        >>> carry(torch.full((1, 1, 4), 3.0), torch.ones(1, 1, 4)).round(decimals=4).tolist()
+        [[[1.0, 1.0, 1.0, 1.0]]]
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, detach_residual: bool = False):

@@ -1,5 +1,6 @@
 """The definition: token after token. All other solvers approximate this one, or reproduce it faster."""
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,11 +59,11 @@ class Sequential:
         """The plan's stages, cut at every column where the gradient is to be cut."""
         if self.truncate is None:
             return list(stages)
-        cuts = []
+        cuts: list[tuple[int, int]] = []
         for start, stop in stages:
             inner = range(start - start % self.truncate + self.truncate, stop, self.truncate)
             edges = [start, *inner, stop]
-            cuts += list(zip(edges[:-1], edges[1:], strict=True))
+            cuts += itertools.pairwise(edges)
         return cuts
 
 

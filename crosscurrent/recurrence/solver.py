@@ -17,7 +17,7 @@ class Solver(Protocol):
     def solve(self, problem: Problem) -> Solution: ...
 
 
-SOLVERS: dict[str, type] = {solver.name: solver for solver in (Sequential, Jacobi)}
+SOLVERS: dict[str, Any] = {solver.name: solver for solver in (Sequential, Jacobi)}
 
 
 def solver_to_dict(solver: Solver) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.layers import DecoderLayer, Rotary
+from crosscurrent.models.rlt.layers import DecoderLayer, Extend, Rotary
 from crosscurrent.recurrence import PADDING
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
@@ -31,6 +31,11 @@ class Window:
     values: tuple[Tensor, ...]
     labels: Tensor
     positions: Tensor
+
+    def extender(self, layer_index: int) -> Extend:
+        """Puts this window's keys and values of one layer before new ones."""
+        past_keys, past_values = self.keys[layer_index], self.values[layer_index]
+        return lambda keys, values: (torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Window":
         return Window(
@@ -106,20 +111,9 @@ class DecoderRun:
         num_keys = self.num_past + stop
         all_keys, all_values = [], []
         for index, layer in enumerate(self.decoder.layers):
-            normed = layer.input_layernorm(z)
-            queries, keys, values = layer.self_attn.project(normed, rotation)
-            keys = torch.cat([past.keys[index], keys], dim=2)
-            values = torch.cat([past.values[index], values], dim=2)
-            z = z + layer.self_attn.attend(queries, keys, values, in_window)
             memory_keys, memory_values = self.memory[self.decoder.memory_group(index)]
-            z = z + layer.memory_attn(
-                layer.memory_layernorm(z),
-                memory_keys[:, :, :num_keys],
-                memory_values[:, :, :num_keys],
-                rotation,
-                in_memory,
-            )
-            z = z + layer.mlp(layer.post_attention_layernorm(z))
+            memory = memory_keys[:, :, :num_keys], memory_values[:, :, :num_keys]
+            z, keys, values = layer(z, rotation, past.extender(index), in_window, memory, in_memory)
             all_keys.append(keys)
             all_values.append(values)
         return z, self._kept(Window(tuple(all_keys), tuple(all_values), key_labels, key_positions))

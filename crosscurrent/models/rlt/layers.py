@@ -3,12 +3,15 @@
 Shapes: B rows, S queries, K keys, D hidden_size, H heads, E = D / H.  Queries, keys and values are [B, H, S or K, E].
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # puts earlier tokens' keys and values before the new ones
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, 1, S, E]
 
 
@@ -52,15 +55,14 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def project(self, stream: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the stream [B, S, D]."""
+    def forward(
+        self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output for a stream [B, S, D], and the keys and values it saw."""
         queries = rotate(self.q_norm(split_heads(self.q_proj(stream), self.num_heads)), rotation)
         keys = rotate(self.k_norm(split_heads(self.k_proj(stream), self.num_heads)), rotation)
-        return queries, keys, split_heads(self.v_proj(stream), self.num_heads)
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
-        """seen: [B or 1, 1, S, K] bool; None: causal, with as many keys as queries, or a lone query that sees all."""
-        return self.o_proj(attend(queries, keys, values, seen))
+        keys, values = extend(keys, split_heads(self.v_proj(stream), self.num_heads))
+        return self.o_proj(attend(queries, keys, values, seen)), keys, values
 
 
 class MemoryAttention(nn.Module):
@@ -118,6 +120,11 @@ class EncoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def forward(self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend) -> Tensor:
+        attended, _, _ = self.self_attn(self.input_layernorm(stream), rotation, seen, extend)
+        stream = stream + attended
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
 
 class DecoderLayer(nn.Module):
     """Window attention over its own stream, attention to the memory, feed-forward, in this order."""
@@ -131,9 +138,27 @@ class DecoderLayer(nn.Module):
         self.memory_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def forward(
+        self,
+        stream: Tensor,
+        rotation: Rotation,
+        extend: Extend,
+        in_window: Tensor | None,
+        memory: tuple[Tensor, Tensor],
+        in_memory: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The stream after the layer, and the keys and values of its window."""
+        attended, keys, values = self.self_attn(self.input_layernorm(stream), rotation, in_window, extend)
+        stream = stream + attended
+        stream = stream + self.memory_attn(self.memory_layernorm(stream), *memory, rotation, in_memory)
+        return stream + self.mlp(self.post_attention_layernorm(stream)), keys, values
+
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
-    """[B, S, D] attention output before the output projection."""
+    """[B, S, D] attention output before the output projection.
+
+    seen: [B or 1, 1, S, K] bool; None: causal, with as many keys as queries, or a lone query that sees all keys.
+    """
     is_causal = seen is None and queries.shape[2] > 1
     heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=is_causal)
     return heads.transpose(1, 2).flatten(2)

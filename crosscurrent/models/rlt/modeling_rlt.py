@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size, V vocab_size.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from crosscurrent.models.inputs import CallInputs, check_token_ids, resolve_call
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally
-from crosscurrent.models.rlt.layers import EncoderLayer, MemoryProjection, Rotary
+from crosscurrent.models.rlt.layers import EncoderLayer, Extend, MemoryProjection, Rotary
 from crosscurrent.recurrence import (
     PADDING,
     LastOutput,
@@ -84,11 +85,7 @@ class RLTModel(nn.Module):
         rotation = self.rotary(plan.positions, stream.dtype)
         seen = seen_causally(plan.labels, call.key_labels, not call.needs_mask)
         for index, layer in enumerate(self.encoder):
-            queries, keys, values = layer.self_attn.project(layer.input_layernorm(stream), rotation)
-            if cache is not None:
-                keys, values = cache.update(keys, values, index)
-            stream = stream + layer.self_attn.attend(queries, keys, values, seen)
-            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+            stream = layer(stream, rotation, seen, _extender(cache, index))
         return stream
 
     def remember(self, encoded: Tensor, plan: Plan, cache: RecurrentCache | None) -> Memory:
@@ -96,10 +93,7 @@ class RLTModel(nn.Module):
         rotation = self.rotary(plan.positions, encoded.dtype)
         memory = []
         for group, projection in enumerate(self.memory):
-            keys, values = projection(encoded, rotation)
-            if cache is not None:
-                keys, values = cache.update(keys, values, len(self.encoder) + group)
-            memory.append((keys, values))
+            memory.append(_extender(cache, len(self.encoder) + group)(*projection(encoded, rotation)))
         return memory
 
 
@@ -109,6 +103,7 @@ class RLTForCausalLM(RecurrentCausalLM):
     `feedback_interval` chooses the variant: 1 is RLT-1, B > 1 RLT-2, None RLT-0.
 
     Example:
+        >>> import torch
         >>> config = RLTConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_encoder_layers=2,
         ...                    num_decoder_layers=2)
         >>> model = RLTForCausalLM(config)
@@ -149,11 +144,11 @@ class RLTForCausalLM(RecurrentCausalLM):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.RMSNorm):
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            init.zeros_(module.bias)
+        if isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, Merge):
+        if isinstance(module, Merge):
             init.normal_(module.start_state, std=self.config.initializer_range)
 
     def new_cache(self) -> RLTCache:
@@ -174,7 +169,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         position_ids: Tensor | None = None,
         past_key_values: RLTCache | None = None,
         **kwargs: Any,
-    ) -> RecurrentCausalLMOutput:
+    ) -> RecurrentCausalLMOutput | tuple[Any, ...]:
         """Score a batch of sequences, or continue them.
 
         Args:
@@ -231,17 +226,11 @@ class RLTForCausalLM(RecurrentCausalLM):
         logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
         loss = None if labels is None else causal_lm_loss(logits, labels, plan.labels, num_items)
 
+        result = RecurrentCausalLMOutput(loss=loss, logits=logits, solver_report=solution.report)
         if wants_cache:
             assert isinstance(branch, RLTCache)
             branch.state, branch.key_labels, branch.window = solution.state, call.key_labels, solution.past
-            if given is not None:
-                given.adopt(branch)
-        result = RecurrentCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            solver_report=solution.report,
-            **{CACHE_NAME: (given if given is not None else branch) if wants_cache else None},
-        )
+            result[CACHE_NAME] = branch.commit_to(given)
         return result if return_dict else result.to_tuple()
 
     def _decoder_run(self, encoded: Tensor, call: CallInputs, plan: Plan, branch: RecurrentCache | None) -> DecoderRun:
@@ -256,6 +245,13 @@ class RLTForCausalLM(RecurrentCausalLM):
             memory_labels=call.key_labels,
             is_plain=not call.needs_mask,
         )
+
+
+def _extender(cache: RecurrentCache | None, index: int) -> Extend:
+    """Puts what the cache's layer `index` holds before new keys and values, and remembers them."""
+    if cache is None:
+        return lambda keys, values: (keys, values)
+    return partial(cache.update, layer_idx=index)
 
 
 def _refuse_unused(kwargs: dict[str, Any]) -> None:

@@ -74,9 +74,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     carry: NormalizedSum
 
     def __new__(cls, config: T2MLRConfig | None = None, *args: Any, **kwargs: Any) -> "T2MLRForCausalLM":
-        if cls is T2MLRForCausalLM and config is not None:
-            cls = class_for(base_class_of(config.base_config))
-        return object.__new__(cls)
+        is_concrete = cls is not T2MLRForCausalLM or config is None
+        return object.__new__(cls if is_concrete else class_for(base_class_of(config.base_config)))  # type: ignore[union-attr]
 
     def __init__(self, config: T2MLRConfig):
         super().__init__(config.base_config)
@@ -142,7 +141,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         solver: Solver | None = None,
         past_key_values: T2MLRCache | None = None,
         **kwargs: Any,
-    ) -> RecurrentCausalLMOutput:
+    ) -> RecurrentCausalLMOutput | tuple[Any, ...]:
         """Score a batch of sequences, or continue them.
 
         Args:
@@ -203,8 +202,9 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             hidden_states=run.sorted_hidden_states(output.hidden_states),
             attentions=run.checked_attentions(output.attentions),
             solver_report=run.solution.report,
-            **{CACHE_NAME: run.commit(given, call.key_labels) if wanted else None},
         )
+        if wanted:
+            result[CACHE_NAME] = run.commit(given, call.key_labels)
         return result if return_dict else result.to_tuple()
 
     def _wants_cache(self, use_cache: bool | None, given: RecurrentCache | None) -> bool:
@@ -261,10 +261,7 @@ class _Run:
         """Give the caller's cache what this call has added; until here it was not touched."""
         assert self.branch is not None
         self.branch.state, self.branch.key_labels = self.solution.state, key_labels
-        if given is None:
-            return self.branch
-        given.adopt(self.branch)
-        return given
+        return self.branch.commit_to(given)
 
     def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
@@ -383,7 +380,7 @@ def base_class_of(config: PreTrainedConfig | None) -> type:
             f"base_config is {type(config).__name__}, for which transformers has no causal language model of its own. "
             "Give the configuration of one (LlamaConfig, Qwen2Config, ...); code from a checkpoint is never run."
         )
-    base_class: type = mapping[type(config)]
+    base_class: Any = mapping[type(config)]
     return base_class
 
 

