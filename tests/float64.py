@@ -14,6 +14,8 @@ class KeepFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.matmul and torch.float64 in {arg.dtype for arg in args}:  # frequencies and positions
+            return func(*(arg.double() for arg in args))
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]

@@ -120,6 +120,14 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         else:
             super()._init_weights(module)
 
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. It is the base model's setting, so it is set as on the base model."""
+        config, self.config = self.config, self.config.base_config
+        try:
+            super().set_attn_implementation(*args, **kwargs)
+        finally:
+            self.config = config
+
     def new_weight_names(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.startswith(("fusion.", "carry."))}
 
