@@ -49,6 +49,9 @@ class T2MLRConfig(PreTrainedConfig):
         base, self.base_config = self.base_config, None  # set last: what the base has must not look like our own
         super().__post_init__(**kwargs)
         self.base_config = _as_config(base)
+        self._attn_implementation = self.__dict__.get(
+            "_attn_implementation_internal"
+        )  # on to the base, if one was asked for
         Schedule(self.feedback_interval)
         solver = self.solver if self.solver is not None else Jacobi()
         self.solver = solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
