@@ -4,8 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := transformers==5.5.0 huggingface_hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9
-# Data files for the tests; see tests/README.md.
-export CROSSCURRENT_TEST_DATA ?= $(abspath ../shared/data)
+PYTEST_OPTIONS ?=
 
 .PHONY: setup demo test test-oldest lint format clean
 
@@ -23,11 +22,11 @@ demo: setup
 	$(BIN)/crosscurrent demo --output demo-output
 
 test: setup lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(PYTEST_OPTIONS)
 
 # The same suite on the oldest supported transformers, laid over the same environment.
 test-oldest: setup $(OLDEST)/.complete
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 $(PYTEST_OPTIONS)
 
 $(OLDEST)/.complete: Makefile
 	rm -rf $(OLDEST)

@@ -14,6 +14,16 @@ from tests.float64 import KeepFloat64
 torch.set_num_threads(1)  # tests run in parallel processes
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="fail the run if a test was skipped")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--no-skips") and reporter is not None and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned() -> Iterator[None]:
     """With deterministic algorithms torch fills memory from `torch.empty` with NaN, so that reading it shows."""
