@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.layers import DecoderLayer, Extend, Rotary
-from crosscurrent.recurrence import PADDING
+from crosscurrent.models.rlt.layers import DecoderLayer, Extend, Rotation
+from crosscurrent.recurrence import PADDING, Plan
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
 
@@ -69,10 +69,10 @@ class DecoderRun:
 
     Args:
         decoder: the layers.
-        rotary: of the model.
+        rotation: of the positions of this call's tokens.
         memory: keys and values of all tokens so far, this call's included.
         window: of the earlier calls.
-        labels, positions: [B, T] of this call's tokens.
+        plan: of this call; it tells documents and positions.
         memory_labels: [B, P + T].
         is_plain: no padding and one document per row, so that causality alone decides what is seen.
     """
@@ -80,18 +80,16 @@ class DecoderRun:
     def __init__(
         self,
         decoder: Decoder,
-        rotary: Rotary,
+        rotation: Rotation,
         memory: Memory,
         window: Window,
-        labels: Tensor,
-        positions: Tensor,
+        plan: Plan,
         memory_labels: Tensor,
         is_plain: bool,
     ):
-        self.decoder, self.rotary, self.memory, self.window = decoder, rotary, memory, window
-        self.labels, self.positions, self.memory_labels = labels, positions, memory_labels
-        self.is_plain = is_plain
-        self.num_past = memory_labels.shape[1] - labels.shape[1]
+        self.decoder, self.rotation, self.memory, self.window = decoder, rotation, memory, window
+        self.plan, self.memory_labels, self.is_plain = plan, memory_labels, is_plain
+        self.num_past = memory_labels.shape[1] - plan.num_tokens
 
     def start(self, keeps_entries: bool) -> Window:
         return self.window
@@ -102,10 +100,10 @@ class DecoderRun:
     def run(self, z: Tensor, start: int, stop: int, past: Window) -> tuple[Tensor, Window]:
         if not self.decoder.layers:
             return z, past
-        labels, positions = self.labels[:, start:stop], self.positions[:, start:stop]
+        labels, positions = self.plan.labels[:, start:stop], self.plan.positions[:, start:stop]
         key_labels = torch.cat([past.labels, labels], dim=1)
         key_positions = torch.cat([past.positions, positions], dim=1)
-        rotation = self.rotary(positions, z.dtype)
+        rotation = self.rotation[0][:, :, start:stop], self.rotation[1][:, :, start:stop]
         in_window = self._seen_in_window(labels, positions, key_labels, key_positions)
         in_memory = self._seen_in_memory(labels, start, stop)
         num_keys = self.num_past + stop

@@ -9,14 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
-from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.cache import RecurrentCache
+from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.generation import RecurrentCausalLM
-from crosscurrent.models.inputs import CallInputs, check_token_ids, resolve_call
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally
-from crosscurrent.models.rlt.layers import EncoderLayer, Extend, MemoryProjection, Rotary
+from crosscurrent.models.rlt.layers import EncoderLayer, Extend, MemoryProjection, Rotary, Rotation
 from crosscurrent.recurrence import (
     PADDING,
     LastOutput,
@@ -24,9 +23,7 @@ from crosscurrent.recurrence import (
     Plan,
     Problem,
     RecurrentState,
-    Schedule,
     Solver,
-    solver_from_dict,
 )
 
 
@@ -80,21 +77,35 @@ class RLTModel(nn.Module):
             return RecurrentState.start(self.norm.weight.new_zeros(batch_size, self.config.hidden_size))
         return RecurrentState.start(self.merge.initial_state(batch_size))
 
-    def encode(self, stream: Tensor, call: CallInputs, plan: Plan, cache: RecurrentCache | None) -> Tensor:
+    def problem(self, stream: Tensor, call: Call) -> Problem:
+        """The recurrence to solve for embedded tokens [B, T, D]: the encoder and the memory have run."""
+        rotation = self.rotary(call.plan.positions, stream.dtype)
+        encoded = self._encode(stream, rotation, call)
+        window = call.branch.window if isinstance(call.branch, RLTCache) else None
+        core = DecoderRun(
+            decoder=self.decoder,
+            rotation=rotation,
+            memory=self._remember(encoded, rotation, call),
+            window=window if window is not None else self.decoder.empty_window(len(encoded), encoded),
+            plan=call.plan,
+            memory_labels=call.key_labels,
+            is_plain=call.is_plain,
+        )
+        return Problem(encoded, call.plan, call.state, self.merge, core, self.carry)
+
+    def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
         """e [B, T, D], and the encoder's keys and values into the cache."""
-        rotation = self.rotary(plan.positions, stream.dtype)
-        seen = seen_causally(plan.labels, call.key_labels, not call.needs_mask)
+        seen = seen_causally(call.plan.labels, call.key_labels, call.is_plain)
         for index, layer in enumerate(self.encoder):
-            stream = layer(stream, rotation, seen, _extender(cache, index))
+            stream = layer(stream, rotation, seen, _extender(call.branch, index))
         return stream
 
-    def remember(self, encoded: Tensor, plan: Plan, cache: RecurrentCache | None) -> Memory:
+    def _remember(self, encoded: Tensor, rotation: Rotation, call: Call) -> Memory:
         """Keys and values of the memory: of all tokens so far if there is a cache, else of this call's."""
-        rotation = self.rotary(plan.positions, encoded.dtype)
-        memory = []
-        for group, projection in enumerate(self.memory):
-            memory.append(_extender(cache, len(self.encoder) + group)(*projection(encoded, rotation)))
-        return memory
+        return [
+            _extender(call.branch, len(self.encoder) + group)(*projection(encoded, rotation))
+            for group, projection in enumerate(self.memory)
+        ]
 
 
 class RLTForCausalLM(RecurrentCausalLM):
@@ -151,6 +162,9 @@ class RLTForCausalLM(RecurrentCausalLM):
         if isinstance(module, Merge):
             init.normal_(module.start_state, std=self.config.initializer_range)
 
+    def start_state(self, batch_size: int) -> RecurrentState:
+        return self.model.start_state(batch_size)
+
     def new_cache(self) -> RLTCache:
         return RLTCache()
 
@@ -196,55 +210,31 @@ class RLTForCausalLM(RecurrentCausalLM):
         Raises:
             ValueError: an input does not fit; the message says what is allowed.
         """
-        num_items, return_dict = kwargs.pop("num_items_in_batch", None), kwargs.pop("return_dict", True)
+        return_dict, num_items = kwargs.pop("return_dict", True), kwargs.pop("num_items_in_batch", None)
         _refuse_unused(kwargs)
-        given = as_recurrent_cache(cache if cache is not None else past_key_values, self.cache_class)
-        shape = check_token_ids(input_ids, inputs_embeds, self.config.vocab_size)
+        call = begin_call(
+            self,
+            input_ids,
+            inputs_embeds,
+            device=self.model.norm.weight.device,
+            attention_mask=attention_mask,
+            recurrent_mask=recurrent_mask,
+            segment_ids=segment_ids,
+            position_ids=position_ids,
+            cache=cache if cache is not None else past_key_values,
+            use_cache=use_cache,
+            solver=solver,
+        )
+        _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        call = resolve_call(shape, stream.device, given, attention_mask, recurrent_mask, segment_ids, position_ids)
-        state = given.state if given is not None and given.state is not None else self.model.start_state(shape[0])
-        plan = Schedule(self.config.feedback_interval).plan(call.tokens, state)
-        _refuse_other_positions(position_ids, plan)
-        wants_cache = use_cache
-        if wants_cache is None:
-            wants_cache = given is not None or (not self.training and self.config.use_cache)
-        branch = (
-            (given if given is not None else self.new_cache()).branch() if wants_cache or given is not None else None
-        )
-
-        encoded = self.model.encode(stream, call, plan, branch)
-        problem = Problem(
-            inputs=encoded,
-            plan=plan,
-            state=state,
-            fuse=self.model.merge,
-            core=self._decoder_run(encoded, call, plan, branch),
-            carry=self.model.carry,
-        )
-        solution = (solver if solver is not None else solver_from_dict(self.config.solver)).solve(problem)
+        solution = call.solver.solve(self.model.problem(stream, call))
+        if isinstance(call.branch, RLTCache):
+            call.branch.window = solution.past
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
-        loss = None if labels is None else causal_lm_loss(logits, labels, plan.labels, num_items)
-
-        result = RecurrentCausalLMOutput(loss=loss, logits=logits, solver_report=solution.report)
-        if wants_cache:
-            assert isinstance(branch, RLTCache)
-            branch.state, branch.key_labels, branch.window = solution.state, call.key_labels, solution.past
-            result[CACHE_NAME] = branch.commit_to(given)
+        loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)
+        result = call.finish(RecurrentCausalLMOutput(loss=loss, logits=logits), solution)
         return result if return_dict else result.to_tuple()
-
-    def _decoder_run(self, encoded: Tensor, call: CallInputs, plan: Plan, branch: RecurrentCache | None) -> DecoderRun:
-        window = branch.window if isinstance(branch, RLTCache) else None
-        return DecoderRun(
-            decoder=self.model.decoder,
-            rotary=self.model.rotary,
-            memory=self.model.remember(encoded, plan, branch),
-            window=window if window is not None else self.model.decoder.empty_window(len(encoded), encoded),
-            labels=plan.labels,
-            positions=plan.positions,
-            memory_labels=call.key_labels,
-            is_plain=not call.needs_mask,
-        )
 
 
 def _extender(cache: RecurrentCache | None, index: int) -> Extend:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
+from crosscurrent.models.cache import RecurrentCache
+from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.checkpoints import refuse_nonfinite_weights
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.generation import RecurrentCausalLM
-from crosscurrent.models.inputs import CallInputs, check_token_ids, resolve_call
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
 from crosscurrent.models.t2mlr.layer_range import (
@@ -31,13 +31,10 @@ from crosscurrent.recurrence import (
     PADDING,
     GatedFusion,
     NormalizedSum,
-    Plan,
     Problem,
     RecurrentState,
-    Schedule,
     Solution,
     Solver,
-    solver_from_dict,
 )
 
 # Where a causal language model keeps its list of decoder layers: all that differs between architectures.
@@ -131,6 +128,9 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     def new_weight_names(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.startswith(("fusion.", "carry."))}
 
+    def start_state(self, batch_size: int) -> RecurrentState:
+        return RecurrentState.start(self.fusion.initial_state(batch_size))
+
     def new_cache(self) -> T2MLRCache:
         return T2MLRCache(self.config.get_text_config(decoder=True))
 
@@ -175,101 +175,84 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         Raises:
             ValueError: an input does not fit; the message says what is allowed.
         """
-        return_dict = kwargs.pop("return_dict", True)
-        num_items = kwargs.pop("num_items_in_batch", None)
-        given = as_recurrent_cache(cache if cache is not None else past_key_values, self.cache_class)
-        shape = check_token_ids(input_ids, inputs_embeds, self.config.get_text_config().vocab_size)
-        device = self.carry.norm.weight.device
-        call = resolve_call(shape, device, given, attention_mask, recurrent_mask, segment_ids, position_ids)
-        wanted = self._wants_cache(use_cache, given)
-        branch = (given if given is not None else self.new_cache()).branch() if wanted or given is not None else None
-        state = given.state if given is not None else None
-        if state is None:
-            state = RecurrentState.start(self.fusion.initial_state(shape[0]))
-        plan = Schedule(self.config.feedback_interval).plan(call.tokens, state)
-
-        run = _Run(self, plan, state, solver if solver is not None else solver_from_dict(self.config.solver), branch)
-        loop = LayerLoop(
-            self.layers, self.config.layer_start, self.config.layer_end, run.solve, self._mask_edit(call, shape[1])
+        return_dict, num_items = kwargs.pop("return_dict", True), kwargs.pop("num_items_in_batch", None)
+        call = begin_call(
+            self,
+            input_ids,
+            inputs_embeds,
+            device=self.carry.norm.weight.device,
+            attention_mask=attention_mask,
+            recurrent_mask=recurrent_mask,
+            segment_ids=segment_ids,
+            position_ids=position_ids,
+            cache=cache if cache is not None else past_key_values,
+            use_cache=use_cache,
+            solver=solver,
         )
-        base_inputs = self._base_inputs(call, plan, position_ids)
+        run = _Run(self, call)
+        loop = LayerLoop(self.layers, self.config.layer_start, self.config.layer_end, run.solve, self._mask_edit(call))
+        base_inputs = self._base_inputs(call, position_ids)
         with loop.active():
             output = super().forward(
                 input_ids=input_ids,
                 inputs_embeds=inputs_embeds,
-                use_cache=branch is not None,
+                use_cache=call.branch is not None,
                 logits_to_keep=logits_to_keep,
-                **{CACHE_NAME: branch},
+                **{CACHE_NAME: call.branch},
                 **base_inputs,
                 **kwargs,
             )
-        loss = None if labels is None else causal_lm_loss(output.logits, labels, call.tokens.labels, num_items)
         result = RecurrentCausalLMOutput(
-            loss=loss,
+            loss=None if labels is None else causal_lm_loss(output.logits, labels, call.plan.labels, num_items),
             logits=output.logits,
             hidden_states=run.sorted_hidden_states(output.hidden_states),
             attentions=run.checked_attentions(output.attentions),
-            solver_report=run.solution.report,
         )
-        if wanted:
-            result[CACHE_NAME] = run.commit(given, call.key_labels)
+        call.finish(result, run.solution)
         return result if return_dict else result.to_tuple()
 
-    def _wants_cache(self, use_cache: bool | None, given: RecurrentCache | None) -> bool:
-        if use_cache is not None:
-            return use_cache
-        return given is not None or (not self.training and bool(getattr(self.config, "use_cache", True)))
-
-    def _mask_edit(self, call: CallInputs, num_tokens: int) -> DocumentMask | None:
-        if not call.needs_mask:
+    def _mask_edit(self, call: Call) -> DocumentMask | None:
+        if call.is_plain:
             return None
         if getattr(self.config.get_text_config(), "sliding_window", None) is not None:
             refuse_padding_inside_documents(call.key_labels)
-        return DocumentMask(call.key_labels, num_tokens, self.config._attn_implementation)
+        return DocumentMask(call.key_labels, call.plan.num_tokens, self.config._attn_implementation)
 
-    def _base_inputs(self, call: CallInputs, plan: Plan, position_ids: Tensor | None) -> dict[str, Any]:
+    def _base_inputs(self, call: Call, position_ids: Tensor | None) -> dict[str, Any]:
         """Masks and positions for the base model: none where it would make the same itself."""
-        if not call.needs_mask:
+        if call.is_plain:
             return {"attention_mask": None, "position_ids": position_ids}
         is_key = call.key_labels != PADDING
         return {
             "attention_mask": None if bool(is_key.all()) else is_key.long(),
-            "position_ids": plan.positions if position_ids is None else position_ids,
+            "position_ids": call.plan.positions if position_ids is None else position_ids,
         }
 
 
 class _Run:
-    """The recurrence of one `forward` call."""
+    """The recurrence of one `forward` call, solved in the middle of the base model's own loop."""
 
-    def __init__(
-        self, model: T2MLRForCausalLM, plan: Plan, state: RecurrentState, solver: Solver, branch: RecurrentCache | None
-    ):
-        self.model, self.plan, self.state, self.solver, self.branch = model, plan, state, solver, branch
+    def __init__(self, model: T2MLRForCausalLM, call: Call):
+        self.model, self.call = model, call
         self.solution: Solution
         self.core: LayerRange
         self.inputs: Tensor
 
-    def solve(self, hidden: Tensor, calls: list[LayerCall]) -> Tensor:
+    def solve(self, hidden: Tensor, layer_calls: list[LayerCall]) -> Tensor:
         self.inputs = hidden
-        self.core = LayerRange(calls, self.branch, self.model.config.get_text_config(decoder=True))
+        self.core = LayerRange(layer_calls, self.call.branch, self.model.config.get_text_config(decoder=True))
         problem = Problem(
             inputs=hidden,
-            plan=self.plan,
-            state=self.state,
+            plan=self.call.plan,
+            state=self.call.state,
             fuse=self.model.fusion,
             core=self.core,
             carry=self.model.carry,
         )
-        self.solution = self.solver.solve(problem)
-        if self.branch is not None:  # the layers after the range write into the same cache
-            self.branch.layers = self.solution.past.layers
+        self.solution = self.call.solver.solve(problem)
+        if self.call.branch is not None:  # the layers after the range write into the same cache
+            self.call.branch.layers = self.solution.past.layers
         return self.solution.outputs
-
-    def commit(self, given: RecurrentCache | None, key_labels: Tensor) -> RecurrentCache:
-        """Give the caller's cache what this call has added; until here it was not touched."""
-        assert self.branch is not None
-        self.branch.state, self.branch.key_labels = self.solution.state, key_labels
-        return self.branch.commit_to(given)
 
     def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
@@ -280,14 +263,14 @@ class _Run:
         first = start + 1
         after = first + width * len(runs)
         groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
-        if runs[-1] == (0, self.plan.num_tokens):
+        if runs[-1] == (0, self.call.plan.num_tokens):
             in_range = list(groups[-1])
         else:
             in_range = [
                 torch.cat(parts, dim=1) for parts in zip(*(group[: width - 1] for group in groups), strict=True)
             ]
             # The base puts its last layer's entry through the final norm, at full length.
-            whole = groups[-1][-1].shape[1] == self.plan.num_tokens
+            whole = groups[-1][-1].shape[1] == self.call.plan.num_tokens
             in_range.append(groups[-1][-1] if whole else torch.cat([group[-1] for group in groups], dim=1))
         before = recorded[:first]
         if start == 0:
@@ -298,7 +281,7 @@ class _Run:
         if not recorded:
             return recorded
         start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.ranges
-        if runs[-1] != (0, self.plan.num_tokens):
+        if runs[-1] != (0, self.call.plan.num_tokens):
             raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
         return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])
 
