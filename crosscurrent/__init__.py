@@ -5,13 +5,15 @@ Importing this package registers both models with transformers' Auto classes and
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from crosscurrent.models.base import load_base
+from crosscurrent.models.base import load_base, load_tokenizer
+from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.rlt import RLTCache, RLTConfig, RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRCache, T2MLRConfig, T2MLRForCausalLM, retrofit
 from crosscurrent.recurrence import ConvergenceError, Jacobi, RecurrentState, Sequential, SolverReport
 from crosscurrent.version import __version__
 
 __all__ = [
+    "CheckpointError",
     "ConvergenceError",
     "Jacobi",
     "RLTCache",
@@ -25,6 +27,7 @@ __all__ = [
     "T2MLRForCausalLM",
     "__version__",
     "load_base",
+    "load_tokenizer",
     "retrofit",
 ]
 

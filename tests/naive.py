@@ -24,6 +24,11 @@ def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat(turned, dim=-1)
 
 
+def linear_of_pair(linear: Any, x: Tensor, r: Tensor) -> Tensor:
+    weight = torch.cat([linear.from_stream.weight, linear.from_state.weight], dim=1)
+    return weight @ torch.cat([x, r]) + linear.from_state.bias
+
+
 class NaiveRLT:
     """logits [T, V] of an RLT, one token and one head vector at a time."""
 
@@ -64,7 +69,7 @@ class NaiveRLT:
             stream = out
         return stream
 
-    def __call__(self, ids: list[int]) -> Tensor:
+    def __call__(self, ids: list[int], recurrent: list[bool]) -> Tensor:
         encoded, merge, interval = self.encode(ids), self.model.merge, self.config.feedback_interval
         memory_keys: list[list[Tensor]] = [[] for _ in self.model.memory]
         memory_values: list[list[Tensor]] = [[] for _ in self.model.memory]
@@ -78,9 +83,9 @@ class NaiveRLT:
                 memory_keys[group].append(rotate(key, position, self.theta))
                 memory_values[group].append(self.split(projection.v_proj(normed)))
             u = e
-            if merge is not None:
+            if merge is not None and recurrent[position]:
                 r = rms_norm(state, merge.norm)  # (2.9)
-                gate = torch.sigmoid(merge.gate(torch.cat([e, r])))  # (2.10)
+                gate = torch.sigmoid(linear_of_pair(merge.gate, e, r))  # (2.10)
                 u = e + self.config.feedback_scale * gate * merge.state_projection(r)  # (2.11)
             s = u
             for index, layer in enumerate(self.model.decoder.layers):
@@ -113,12 +118,11 @@ def naive_t2mlr(model: cc.T2MLRForCausalLM, ids: Tensor, recurrent: list[bool]) 
         if not memory["is_recurrent"]:
             return args
         h, r = args[0][0, 0], memory["R"]
-        pair = torch.cat([h, r])
         h = (
             h
-            + torch.tanh(fusion.current_scale) * torch.sigmoid(fusion.current_gate(pair)) * h
+            + torch.tanh(fusion.current_scale) * torch.sigmoid(linear_of_pair(fusion.current_gate, h, r)) * h
             + torch.tanh(fusion.recurrent_scale)
-            * torch.sigmoid(fusion.recurrent_gate(pair))
+            * torch.sigmoid(linear_of_pair(fusion.recurrent_gate, h, r))
             * fusion.recurrent_projection(r)
         )
         return (h[None, None], *args[1:])

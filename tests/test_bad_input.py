@@ -33,6 +33,7 @@ BAD_RLT_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_encoder_layers": 0}, "num_encoder_layers=0"),
     ({"num_decoder_layers": -1}, "num_decoder_layers=-1"),
     ({"num_memory_groups": 3}, "num_memory_groups=3"),
+    ({"num_memory_groups": 2, "num_decoder_layers": 0}, "num_memory_groups=2"),
     ({"tie_encoder_decoder": True, "num_encoder_layers": 3}, "as many decoder as encoder"),
     ({"vocab_size": 0}, "vocab_size=0"),
     ({"feedback_intervall": 4}, "Did you mean 'feedback_interval'"),
@@ -65,7 +66,7 @@ def test_rlt_settings(settings: dict[str, Any], message: str) -> None:
 )
 def test_t2mlr_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cc.retrofit(make_base("llama"), 1, 3, **settings)
+        cc.T2MLRConfig(base_config=LlamaConfig(**SIZES), layer_start=1, layer_end=3, **settings)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_t2mlr_settings(settings: dict[str, Any], message: str) -> None:
         ({"backward_iterations": 0}, "backward_iterations=0"),
         ({"tolerance": 0.0}, "tolerance=0.0"),
         ({"on_nonconvergence": "shout"}, "'shout'"),
+        ({"on_nonconvergence": "warn"}, "needs a tolerance"),
     ],
     ids=str,
 )
@@ -233,5 +235,38 @@ def test_models_that_do_not_exist(name: str) -> None:
 def test_checkpointing_with_token_by_token_solving_is_refused() -> None:
     model = make_t2mlr("llama").train()
     model.gradient_checkpointing_enable()
+    for use_cache in (False, True):
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            model(token_ids(1, 5), solver=cc.Sequential(), use_cache=use_cache)
+    cache = cache_of(model.eval()(token_ids(1, 5), use_cache=True))
     with pytest.raises(ValueError, match="gradient checkpointing"):
-        model(token_ids(1, 5), solver=cc.Sequential(), use_cache=False)
+        model.train()(token_ids(1, 1), cache=cache)
+
+
+def test_settings_without_effect_are_told() -> None:
+    with pytest.warns(UserWarning, match="num_layers"):
+        cc.RLTConfig(**(RLT_SIZES | {"num_layers": 8}))
+    with pytest.raises(TypeError, match="iterations"):
+        cc.retrofit(make_base("llama"), 1, 3, iterations=8)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="tolerance"):
+        cc.Jacobi(on_nonconvergence="raise")
+    with pytest.raises(ValueError, match="either"):
+        make_rlt().generate(ones(1, 2), recurrent_mask=ones(1, 2), prompt_recurrence=False)
+    for model in (make_rlt(), make_t2mlr("llama")):
+        with pytest.raises(ValueError, match="Did you mean 'recurrent_mask'"):
+            model(ones(1, 2), recurent_mask=ones(1, 2))
+    with pytest.raises(ValueError, match="token_type_ids"):
+        make_rlt()(ones(1, 2), token_type_ids=ones(1, 2))
+
+
+def test_a_mask_that_contradicts_the_cache_is_refused() -> None:
+    model, mask = make_t2mlr("llama"), torch.tensor([[0, 1, 1]])
+    cache = cache_of(model(ones(1, 2), use_cache=True))
+    with pytest.raises(ValueError, match="something else of token 0 in row 0"):
+        model(ones(1, 1), attention_mask=mask, cache=cache)
+
+
+def test_return_dict_as_transformers_reads_it() -> None:
+    for model in (make_rlt(), make_t2mlr("llama")):
+        assert model(ones(1, 2), return_dict=None).logits.shape == (1, 2, 43)
+        assert isinstance(model(ones(1, 2), return_dict=False), tuple)

@@ -49,16 +49,15 @@ def test_cached_equals_recomputed_and_batched_equals_alone(subject: str, prompt_
 
 
 @for_some_subjects
-def test_scores_follow_teacher_forcing(subject: str) -> None:
+@pytest.mark.parametrize("prompt_recurrence", [True, False])
+def test_scores_follow_teacher_forcing(subject: str, prompt_recurrence: bool) -> None:
+    """Generated tokens are recurrent whatever the prompt is."""
     model, ids = SUBJECTS[subject](), token_ids(2, 5)
-    output = model.generate(
-        ids,
-        solver=cc.Sequential(),
-        output_scores=True,
-        return_dict_in_generate=True,
-        **(GREEDY | {"max_new_tokens": 6}),
-    )
-    forced = model(output.sequences, solver=cc.Sequential()).logits[:, 4:-1]
+    settings = GREEDY | {"max_new_tokens": 6, "output_scores": True, "return_dict_in_generate": True}
+    output = model.generate(ids, solver=cc.Sequential(), prompt_recurrence=prompt_recurrence, **settings)
+    recurrent = torch.ones_like(output.sequences)
+    recurrent[:, :5] = int(prompt_recurrence)
+    forced = model(output.sequences, recurrent_mask=recurrent, solver=cc.Sequential()).logits[:, 4:-1]
     assert largest_difference(torch.stack(output.scores, dim=1).double(), forced) < 1e-6
 
 
@@ -78,7 +77,9 @@ def test_sampling_is_repeatable_and_returned_sequences_follow_their_own_state(su
 def test_beam_search_reorders_the_state(subject: str) -> None:
     model, ids = SUBJECTS[subject](), token_ids(2, 4)
     settings = GREEDY | {"num_beams": 3, "num_return_sequences": 3, "solver": cc.Sequential()}
-    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+    for mask in (torch.ones_like(ids), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])):
+        cached = model.generate(ids, attention_mask=mask, **settings)
+        assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
 
 
 @for_some_subjects

@@ -57,6 +57,13 @@ def test_memory_groups_serve_layers_in_order() -> None:
     assert [model.model.decoder.memory_group(index) for index in range(5)] == [0, 0, 0, 1, 1]
 
 
+def test_the_window_kept_is_as_short_as_can_be() -> None:
+    model = make_rlt(sliding_window=4)
+    for mask in (None, torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]])):
+        cache = cache_of(model(token_ids(1, 9), attention_mask=mask, use_cache=True))
+        assert cache.window.keys[0].shape[2] == 3 and cache.window.labels.tolist() == [[0, 0, 0]]
+
+
 def test_positions_that_differ_from_its_own_are_refused() -> None:
     with pytest.raises(ValueError, match="position_ids differ"):
         make_rlt()(token_ids(1, 3), position_ids=torch.tensor([[5, 6, 7]]))

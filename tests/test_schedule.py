@@ -64,11 +64,26 @@ def test_stages_cover_all_columns_and_never_read_themselves(interval: int | None
     recurrent = torch.ones_like(labels, dtype=torch.bool)
     recurrent[0, :5] = False
     plan = Schedule(interval).plan(Tokens(labels, recurrent), RecurrentState.start(torch.zeros(len(ROWS), 2)))
-    assert plan.stages[0][0] == 0 and plan.stages[-1][1] == 9
-    assert all(first[1] == second[0] for first, second in itertools.pairwise(plan.stages))
-    for start, stop in plan.stages:
-        read = plan.source[:, start:stop][plan.fused[:, start:stop]]
-        assert bool((read < start).all())
+    assert plan.stages[0].start == 0 and plan.stages[-1].stop == 9
+    assert all(first.stop == second.start for first, second in itertools.pairwise(plan.stages))
+    for stage in plan.stages:
+        fused = plan.fused[:, stage.columns]
+        read = plan.source[:, stage.columns][fused]
+        assert bool((read < stage.start).all())
+        assert stage.any_fused is bool(fused.any()) and stage.any_initial is bool((read == INITIAL).any())
+
+
+def test_depth_is_that_of_the_deepest_row_alone() -> None:
+    """Rows whose chunks do not line up take more stages together than any of them alone."""
+    labels = torch.tensor([[PADDING] * pads + [0] * (13 - pads) for pads in range(4)])
+    tokens = Tokens(labels, torch.ones_like(labels, dtype=torch.bool))
+    plan = Schedule(4).plan(tokens, RecurrentState.start(torch.zeros(4, 2)))
+    alone = [
+        Schedule(4).plan(Tokens(labels[row : row + 1], tokens.recurrent[:1]), RecurrentState.start(torch.zeros(1, 2)))
+        for row in range(4)
+    ]
+    assert [len(one.stages) for one in alone] == [one.depth for one in alone] == [4, 3, 3, 3]
+    assert plan.depth == 4 < len(plan.stages)
 
 
 def test_fewest_possible_stages() -> None:
@@ -79,7 +94,7 @@ def test_fewest_possible_stages() -> None:
     assert len(Schedule(4).plan(Tokens(labels, recurrent), start).stages) == 3
     assert len(Schedule(None).plan(Tokens(labels, recurrent), start).stages) == 1
     recurrent[:, :8] = False  # a prompt that is not recurrent runs in one go, its successor reads it
-    assert Schedule(1).plan(Tokens(labels, recurrent), start).stages == ((0, 8), (8, 9), (9, 10), (10, 11), (11, 12))
+    assert Schedule(1).plan(Tokens(labels, recurrent), start).depth == 5
 
 
 def test_chunks_go_on_across_calls() -> None:

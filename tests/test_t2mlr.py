@@ -116,6 +116,30 @@ def test_detached_residual_changes_gradients_only() -> None:
     assert largest_difference(*found) > 1e-8
 
 
+def test_settings_of_the_layers_are_shared_and_hooks_on_the_model_are_not() -> None:
+    base, fired = make_base("llama"), []
+    cc.retrofit(base, 1, 3).register_forward_hook(lambda *_: fired.append(1))
+    base(token_ids(1, 3))
+    assert not fired
+
+
+@pytest.mark.parametrize("base_name", ["llama", "gpt2"])
+def test_epsilon_is_the_bases(base_name: str) -> None:
+    model = make_t2mlr(base_name)
+    text = model.config.get_text_config()
+    assert model.carry.norm.eps == (text.layer_norm_epsilon if base_name == "gpt2" else text.rms_norm_eps)
+
+
+def test_gradients_exist_without_a_recurrent_token_and_under_autocast() -> None:
+    model, ids = make_t2mlr("gpt2").float(), token_ids(2, 6)
+    model(ids, labels=ids, recurrent_mask=torch.zeros_like(ids), use_cache=False).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.fusion.parameters())
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids, solver=cc.Jacobi(4, 1), use_cache=False).loss.backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.layers[2].parameters() if p.dim() > 1)
+
+
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     model, ids = make_t2mlr("gpt2").train(), token_ids(2, 6)
     found = []

@@ -1,6 +1,7 @@
 """The cache that `generate` carries: attention entries and the recurrent state, always changed together."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ class RecurrentCache(DynamicCache):
     Attributes:
         state: what the next token reads; None before the first call.
         key_labels: [B, P] int64, the document of every token seen so far, -1 for padding; None before the first call.
+        is_plain: no padding and one document per row so far.
 
     `copy.deepcopy` gives an independent cache without gradient history. Rows can be reordered, repeated and selected.
     Single tokens cannot be taken back (`crop`): keep a deep copy from before them instead.
@@ -31,6 +33,7 @@ class RecurrentCache(DynamicCache):
         super().__init__(config=config)
         self.state: RecurrentState | None = None
         self.key_labels: Tensor | None = None
+        self.is_plain = True
 
     def branch(self) -> "RecurrentCache":
         """A cache that can be written to without changing this one. Tensors are shared: no layer writes in place."""
@@ -45,35 +48,32 @@ class RecurrentCache(DynamicCache):
         given.__dict__.update(self.__dict__)
         return given
 
-    def _map_rows(self, change: str, argument: Any) -> None:
-        """Apply a row operation of `RecurrentState` to what this class holds beside the layers."""
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the rows of all that this class holds beside the layers."""
         if self.state is not None and self.key_labels is not None:
-            self.state = getattr(self.state, change)(argument)
-            if change == "repeat":
-                self.key_labels = self.key_labels.repeat_interleave(argument, dim=0)
-            else:
-                self.key_labels = self.key_labels[argument.to(self.key_labels.device)]
+            self.state = self.state.map(change)
+            self.key_labels = change(self.key_labels)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows into the order of beam_idx ([B] integer)."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._map_rows("select", beam_idx)
+        self._map_rows(lambda tensor: tensor[beam_idx.to(tensor.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies of a row side by side."""
         super().batch_repeat_interleave(repeats)
-        self._map_rows("repeat", repeats)
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows ([N] integer or [B] boolean)."""
         super().batch_select_indices(indices)
-        self._map_rows("select", indices)
+        self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def reset(self) -> None:
         """Back to the cache before the first call."""
         for index, layer in enumerate(self.layers):
             self.layers[index] = _empty_like(layer)
-        self.state, self.key_labels = None, None
+        self.state, self.key_labels, self.is_plain = None, None, True
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the states of earlier tokens are not kept.

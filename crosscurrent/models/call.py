@@ -67,6 +67,7 @@ class Call:
         if self.keeps_cache:
             assert self.branch is not None
             self.branch.state, self.branch.key_labels = solution.state, self.key_labels
+            self.branch.is_plain = self.is_plain
             result[CACHE_NAME] = self.branch.commit_to(self.given)
         return result
 
@@ -112,13 +113,28 @@ def begin_call(
         state=state,
         solver=solver if solver is not None else solver_from_dict(config.solver),
         key_labels=key_labels,
-        is_plain=bool(((key_labels == key_labels[:, :1]) & (key_labels != PADDING)).all()),
+        is_plain=_is_plain(key_labels, attention_mask, segment_ids, position_ids, given),
         branch=(given if given is not None else model.new_cache()).branch()
         if keeps_cache or given is not None
         else None,
         given=given,
         keeps_cache=keeps_cache,
     )
+
+
+def _is_plain(
+    key_labels: Tensor,
+    attention_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    position_ids: Tensor | None,
+    given: RecurrentCache | None,
+) -> bool:
+    """Known without asking the device if nothing was said of padding or documents, now or earlier."""
+    if given is not None and not given.is_plain:
+        return False
+    if attention_mask is None and segment_ids is None and position_ids is None:
+        return True
+    return bool(((key_labels == key_labels[:, :1]) & (key_labels != PADDING)).all())
 
 
 def _keeps_cache(model: Caller, use_cache: bool | None, given: RecurrentCache | None) -> bool:

@@ -1,14 +1,30 @@
 """Loading that answers a broken checkpoint at once, in one message."""
 
 import difflib
+import warnings
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 _ALIGNMENT = 64  # bytes, of every block that torch allocates on a CPU
+
+
+# What transformers itself puts into any configuration beside its declared fields.
+_TRANSFORMERS_SETTINGS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "torch_dtype",
+}
 
 
 class CheckpointError(ValueError, OSError):
@@ -72,11 +88,14 @@ def _align_weights(model: nn.Module) -> None:
 
 
 def refuse_misspelt_settings(config: PreTrainedConfig, unknown: dict[str, Any]) -> None:
-    """Raise for a setting that this configuration does not have but that is spelt almost like one it has."""
+    """Raise for a setting spelt almost like one of this configuration's own; warn of others that have no effect."""
     own = sorted(set(type(config).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__))
+    known = {*_TRANSFORMERS_SETTINGS, *GenerationConfig().to_dict()}
     for name in unknown:
         close = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
         if close:
             raise ValueError(
                 f"{type(config).__name__} has no setting {name!r}. Did you mean {close[0]!r}? It has: {own}."
             )
+        if name not in known and not name.startswith("_"):
+            warnings.warn(f"{type(config).__name__} has no setting {name!r}: it has no effect.", stacklevel=4)

@@ -11,8 +11,6 @@ from crosscurrent.models.checkpoints import CheckedLoading
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.recurrence import Solver
 
-_UNSUPPORTED = ("assistant_model", "prompt_lookup_num_tokens")
-
 
 class RecurrentCausalLM(CheckedLoading, GenerationMixin):
     """What all recurrent models share: checked loading, and `generate` with the recurrent state inside the cache."""
@@ -46,12 +44,12 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
             ValueError: a prompt is all padding, the cache is of the wrong kind, or a way of decoding was asked for
                 that needs tokens to be taken back (assisted decoding).
         """
-        for name in _UNSUPPORTED:
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name} is not supported: assisted decoding takes back tokens, and the recurrent state before them "
-                    "is not kept. Use greedy decoding, sampling or beam search."
-                )
+        if kwargs.get("assistant_model") is not None:
+            raise ValueError(_refusal("assistant_model"))
+        if recurrent_mask is not None and prompt_recurrence is not None:
+            raise ValueError(
+                "give either recurrent_mask or prompt_recurrence: both say which prompt tokens are recurrent."
+            )
         prompt = next(
             (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
         )
@@ -88,9 +86,18 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported: leave it out, or give "
                 "'dynamic'."
             )
+        if generation_config.prompt_lookup_num_tokens is not None:
+            raise ValueError(_refusal("prompt_lookup_num_tokens"))
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
         if generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = given if given is not None else self.new_cache()
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"{name} is not supported: assisted decoding takes back tokens, and the recurrent state before them is not kept. "
+        "Use greedy decoding, sampling or beam search."
+    )
 
 
 def _refuse_empty_prompts(prompt: Tensor | None, attention_mask: Tensor | None) -> None:

@@ -3,6 +3,12 @@
 Shapes: B rows, T tokens of this call, P tokens of earlier calls.
 """
 
+import difflib
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -131,3 +137,16 @@ def _refuse_backward_segments(labels: Tensor, current: Tensor) -> None:
             f"segment_ids goes backwards in row {row}: {int(labels[row, column])} at token {column} after "
             f"{int(highest[row, column])}. Give each document of a row a higher number than the one before it."
         )
+
+
+def refuse_misspelt_arguments(unknown: dict[str, Any], forward: Callable[..., Any]) -> None:
+    """Raise for an argument that is spelt almost like one of `forward`: it would be passed on and have no effect."""
+    for name in unknown:
+        close = difflib.get_close_matches(name, _argument_names(forward), n=1, cutoff=0.85)
+        if close:
+            raise ValueError(f"forward has no argument {name!r}. Did you mean {close[0]!r}?")
+
+
+@lru_cache(maxsize=16)
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)

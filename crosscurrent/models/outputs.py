@@ -47,9 +47,20 @@ def causal_lm_loss(
         )
     if not logits.is_floating_point() or logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    has_predecessor = (token_labels[:, 1:] == token_labels[:, :-1]) & (token_labels[:, 1:] != PADDING)
-    targets = torch.where(has_predecessor, labels[:, 1:].to(logits.device), IGNORED)
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    targets = _next_labels(labels.to(logits.device), token_labels)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     count = num_items_in_batch if num_items_in_batch is not None else (targets != IGNORED).sum()
     count = torch.as_tensor(count, device=total.device)
     return total / count.clamp(min=1)
+
+
+def _next_labels(labels: Tensor, token_labels: Tensor) -> Tensor:
+    """[B, T] for each real token the label of the next real one of its document, IGNORED where there is none."""
+    num_tokens = labels.shape[1]
+    columns = torch.arange(num_tokens, device=labels.device)
+    real = torch.where(token_labels != PADDING, columns, num_tokens)
+    following = real.flip(1).cummin(dim=1).values.flip(1)  # first real column from here on
+    following = torch.cat([following[:, 1:], torch.full_like(following[:, :1], num_tokens)], dim=1)
+    index = following.clamp(max=num_tokens - 1)
+    same = (following < num_tokens) & (token_labels.gather(1, index) == token_labels) & (token_labels != PADDING)
+    return torch.where(same, labels.gather(1, index), IGNORED)

@@ -9,9 +9,9 @@ from crosscurrent.recurrence.carry import Carry, LastOutput, NormalizedSum
 from crosscurrent.recurrence.fuse import Fuse, GatedFusion, Merge
 from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
-from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Tokens
+from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
 from crosscurrent.recurrence.sequential import Sequential
-from crosscurrent.recurrence.solver import SOLVERS, Solver, solver_from_dict, solver_to_dict
+from crosscurrent.recurrence.solver import SOLVERS, Solver, normalized_solver, solver_from_dict, solver_to_dict
 from crosscurrent.recurrence.state import RecurrentState
 
 __all__ = [
@@ -34,7 +34,9 @@ __all__ = [
     "Solution",
     "Solver",
     "SolverReport",
+    "Stage",
     "Tokens",
+    "normalized_solver",
     "solver_from_dict",
     "solver_to_dict",
 ]

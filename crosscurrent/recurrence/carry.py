@@ -1,15 +1,17 @@
 """What the next token gets to read: r_t = carry(y_t, r), r being the state that token t itself read.
 
-Shapes: B rows, T tokens, D hidden_size.  y, r and the result [B, T, D].
+Shapes: B rows, T tokens, D hidden_size.  y, r and the result [B, T, D]; `fused` [B, T, 1] bool tells the tokens that read a
+state at all: the carry of the others must owe nothing to r.
 """
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 
 class Carry(Protocol):
-    def __call__(self, y: Tensor, r: Tensor) -> Tensor: ...
+    def __call__(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor: ...
 
 
 class NormalizedSum(nn.Module):
@@ -21,9 +23,9 @@ class NormalizedSum(nn.Module):
         detach_residual: let no gradient through the R_{t-1} term, as the authors do in fine-tuning.
 
     Example:
-        >>> import torch
         >>> carry = NormalizedSum(hidden_size=4)
-        >>> carry(torch.full((1, 1, 4), 3.0), torch.ones(1, 1, 4)).round(decimals=4).tolist()
+        >>> fused = torch.ones(1, 1, 1, dtype=torch.bool)
+        >>> carry(torch.full((1, 1, 4), 3.0), torch.ones(1, 1, 4), fused).round(decimals=4).tolist()
         [[[1.0, 1.0, 1.0, 1.0]]]
     """
 
@@ -32,12 +34,13 @@ class NormalizedSum(nn.Module):
         self.detach_residual = detach_residual
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
-    def forward(self, y: Tensor, r: Tensor) -> Tensor:
-        return self.norm(y + (r.detach() if self.detach_residual else r))
+    def forward(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor:
+        residual = torch.where(fused, r, 0)
+        return self.norm(y + (residual.detach() if self.detach_residual else residual))
 
 
 class LastOutput(nn.Module):
     """RLT's carry: the state is the core's last output itself, s_t = y_t."""
 
-    def forward(self, y: Tensor, r: Tensor) -> Tensor:
+    def forward(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor:
         return y

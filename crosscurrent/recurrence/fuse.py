@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, D hidden_size.  x, z [B, T, D]; r [B, T, D] or [B, 1, 
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -16,6 +15,25 @@ class Fuse(Protocol):
     def __call__(self, x: Tensor, r: Tensor) -> Tensor: ...
 
     def initial_state(self, batch_size: int) -> Tensor: ...
+
+
+class PairLinear(nn.Module):
+    """A linear map of a pair, W [x; r] + b, as the sum of its two halves W_x x and W_r r + b.
+
+    Apart, one state can serve a whole chunk of tokens, and what depends on x alone need not be computed again.
+
+    Example:
+        >>> PairLinear(hidden_size=8)(torch.randn(2, 3, 8), torch.randn(2, 1, 8)).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.from_stream = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.from_state = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        return self.from_stream(x) + self.from_state(r)
 
 
 class GatedFusion(nn.Module):
@@ -41,15 +59,15 @@ class GatedFusion(nn.Module):
     def __init__(self, hidden_size: int, initializer_range: float = 0.02):
         super().__init__()
         self.initializer_range = initializer_range
-        self.current_gate = nn.Linear(2 * hidden_size, hidden_size)
-        self.recurrent_gate = nn.Linear(2 * hidden_size, hidden_size)
+        self.current_gate = PairLinear(hidden_size)
+        self.recurrent_gate = PairLinear(hidden_size)
         self.recurrent_projection = nn.Linear(hidden_size, hidden_size, bias=False)
         self.current_scale = nn.Parameter(torch.zeros(()))
         self.recurrent_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, r: Tensor) -> Tensor:
-        current = torch.sigmoid(_linear_of_pair(self.current_gate, x, r))
-        recurrent = torch.sigmoid(_linear_of_pair(self.recurrent_gate, x, r))
+        current = torch.sigmoid(self.current_gate(x, r))
+        recurrent = torch.sigmoid(self.recurrent_gate(x, r))
         kept = torch.tanh(self.current_scale) * current * x
         added = torch.tanh(self.recurrent_scale) * recurrent * self.recurrent_projection(r)
         return x + kept + added
@@ -90,20 +108,14 @@ class Merge(nn.Module):
         self.feedback_scale = feedback_scale
         self.initializer_range = initializer_range
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
-        self.gate = nn.Linear(2 * hidden_size, hidden_size)
+        self.gate = PairLinear(hidden_size)
         self.state_projection = nn.Linear(hidden_size, hidden_size, bias=False)
         self.start_state = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, x: Tensor, r: Tensor) -> Tensor:
         normalized = self.norm(r)
-        gate = torch.sigmoid(_linear_of_pair(self.gate, x, normalized))
+        gate = torch.sigmoid(self.gate(x, normalized))
         return x + self.feedback_scale * gate * self.state_projection(normalized)
 
     def initial_state(self, batch_size: int) -> Tensor:
         return self.start_state.expand(batch_size, -1)
-
-
-def _linear_of_pair(linear: nn.Linear, x: Tensor, r: Tensor) -> Tensor:
-    """linear([x; r]) without the concatenation, so that one state can serve a whole chunk of tokens."""
-    for_x, for_r = linear.weight.chunk(2, dim=-1)
-    return F.linear(x, for_x) + F.linear(r, for_r, linear.bias)

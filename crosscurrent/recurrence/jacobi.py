@@ -14,6 +14,8 @@ from crosscurrent.recurrence.problem import (
     answer_nonconvergence,
 )
 
+_ALL = slice(None)  # columns of a call
+
 
 @dataclass(frozen=True)
 class Jacobi:
@@ -21,8 +23,8 @@ class Jacobi:
 
     The guess is one pass without recurrence, which is not counted. Each iteration then fuses every token with the
     state guessed for the position that it reads, runs the core over the whole sequence and replaces the guess. By
-    causality k iterations are exact on the first k stages of the plan, so no more are run than there are stages; a call
-    of one token, or without a recurrent token, is exact after one.
+    causality k iterations are exact on the first k stages of a row, so no more are run than the deepest row has; a call of
+    one token, or without a recurrent token, is exact after one.
 
     Args:
         iterations: D, at most this many fused passes (the paper's `d_forward`).
@@ -59,68 +61,78 @@ class Jacobi:
         if self.on_nonconvergence not in get_args(OnNonconvergence):
             allowed = ", ".join(map(repr, get_args(OnNonconvergence)))
             raise ValueError(f"on_nonconvergence={self.on_nonconvergence!r} is not allowed: give one of {allowed}.")
+        if self.on_nonconvergence != "record" and self.tolerance is None:
+            raise ValueError(f"on_nonconvergence={self.on_nonconvergence!r} needs a tolerance to judge by: give one.")
 
     def solve(self, problem: Problem) -> Solution:
-        num_stages = len(problem.plan.stages)
-        iterations = min(self.iterations, num_stages)
+        depth = problem.plan.depth
+        iterations = min(self.iterations, depth)
         with_gradient = min(self.backward_iterations, iterations)
-        guess = _guess(problem, is_read=num_stages > 1)
+        guess = _first_guess(problem)
         residuals: list[Tensor] = []
         with torch.no_grad():
+            states = guess.states(problem)
             for _ in range(iterations - with_gradient):
-                states = guess.states(problem)
                 guess, _ = _iterate(problem, states)
-                residuals.append(_residual(guess.states(problem), states, problem.plan.writes))
+                new_states = guess.states(problem)
+                residuals.append(_residual(new_states, states, problem.plan.writes))
+                states = new_states
                 if self.tolerance is not None and residuals[-1].item() < self.tolerance:
                     break
-        states = guess.states(problem)  # outside no_grad: with even one backward iteration the carry's weights learn
+        if torch.is_autocast_enabled(problem.inputs.device.type):
+            torch.clear_autocast_cache()  # weights cast without gradient must not serve the passes with one
+        states = guess.states(problem)  # with gradient: so the carry's weights learn from even one backward iteration
         for _ in range(with_gradient):
             guess, past = _iterate(problem, states)
             new_states = guess.states(problem)
             residuals.append(_residual(new_states, states, problem.plan.writes))
             states = new_states
         register = problem.pick(problem.plan.final_source[:, None], states)[:, 0]
-        report = self._report(residuals, num_stages)
+        report = self._report(residuals, depth)
         answer_nonconvergence(report, self.on_nonconvergence)
         return Solution(guess.outputs, problem.final_state(register), past, report)
 
-    def _report(self, residuals: list[Tensor], num_stages: int) -> SolverReport:
-        exact = len(residuals) >= num_stages
+    def _report(self, residuals: list[Tensor], depth: int) -> SolverReport:
+        exact = len(residuals) >= depth
         converged = True if exact else None
         if not exact and self.tolerance is not None:
             converged = residuals[-1].item() < self.tolerance
-        compared = torch.stack(residuals) if num_stages > 1 else residuals[0].new_zeros(0)
+        compared = torch.stack(residuals) if depth > 1 else residuals[0].new_zeros(0)
         return SolverReport(self.name, len(residuals), exact, converged, compared)
 
 
 @dataclass(frozen=True)
 class _Guess:
-    """Outputs y and what was read r, both [B, T, D], of one pass; the states follow from them."""
+    """Outputs y and what was read r, both [B, T, D], of one pass; the states follow from them.
+
+    fused: [B, T] bool, the tokens that read anything in that pass.
+    """
 
     outputs: Tensor
     read: Tensor
+    fused: Tensor
 
     def states(self, problem: Problem) -> Tensor:
-        return problem.carried(self.outputs, self.read, 0, problem.plan.num_tokens)
+        return problem.carry(self.outputs, self.read, self.fused[..., None])
 
 
 @torch.no_grad()
-def _guess(problem: Problem, is_read: bool) -> _Guess:
-    """The pass without recurrence. It is left out if nothing will read its states."""
+def _first_guess(problem: Problem) -> _Guess:
+    """The pass without recurrence. It is left out if no token reads a state of this call."""
     none = torch.zeros_like(problem.inputs)
-    if not is_read:
-        return _Guess(none, none)
-    outputs, _ = problem.core.run(problem.inputs, 0, problem.plan.num_tokens, problem.core.start(keeps_entries=False))
-    return _Guess(outputs, none)
+    nobody = torch.zeros_like(problem.plan.fused)
+    if problem.plan.depth == 1:
+        return _Guess(none, none, nobody)
+    outputs, _ = problem.core.run(problem.inputs, _ALL, problem.core.start(keeps_entries=False))
+    return _Guess(outputs, none, nobody)
 
 
 def _iterate(problem: Problem, states: Tensor) -> tuple[_Guess, Any]:
     """One fused pass, and the core's entries after it."""
-    num_tokens = problem.plan.num_tokens
     read = problem.pick(problem.plan.source, states)
-    z = problem.fused(problem.inputs, read, 0, num_tokens)
-    outputs, past = problem.core.run(z, 0, num_tokens, problem.core.start(keeps_entries=False))
-    return _Guess(outputs, read), past
+    z = problem.fused(problem.inputs, read, _ALL)
+    outputs, past = problem.core.run(z, _ALL, problem.core.start(keeps_entries=False))
+    return _Guess(outputs, read, problem.plan.fused), past
 
 
 @torch.no_grad()

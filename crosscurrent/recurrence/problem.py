@@ -21,15 +21,16 @@ OnNonconvergence = Literal["record", "warn", "raise"]
 class Core(Protocol):
     """A causal stack of layers whose attention sees the entries (keys and values) of earlier tokens.
 
-    `past` holds those entries. It is opaque to solvers, and `run` never changes the one it is given.
+    `past` holds those entries. It is opaque to solvers. `run` may use up the one it is given: whoever needs the entries
+    before the call once more asks `start` for them.
     """
 
     def start(self, keeps_entries: bool) -> Any:
         """The entries before this call. `keeps_entries` is True if the call will be run in several ranges."""
         ...
 
-    def run(self, z: Tensor, start: int, stop: int, past: Any) -> tuple[Tensor, Any]:
-        """Outputs y [B, stop - start, D] for z of columns start..stop, and the entries including them."""
+    def run(self, z: Tensor, columns: slice, past: Any) -> tuple[Tensor, Any]:
+        """Outputs y [B, S, D] for z [B, S, D] of the given columns of the call, and the entries including them."""
         ...
 
     def detach(self, past: Any) -> Any:
@@ -57,16 +58,19 @@ class Problem:
     core: Core
     carry: Carry
 
-    def fused(self, x: Tensor, r: Tensor, start: int, stop: int) -> Tensor:
-        """z of the columns start..stop, given what they read."""
-        fused = self.plan.fused[:, start:stop, None]
-        if self.fuse is None or not fused.any():
-            return x
-        return torch.where(fused, self.fuse(x, r), x)
+    def fused(self, x: Tensor, r: Tensor, columns: slice, any_fused: bool = True) -> Tensor:
+        """z of the given columns, from their inputs x and what they read.
 
-    def carried(self, y: Tensor, r: Tensor, start: int, stop: int) -> Tensor:
-        """r of the columns start..stop. A token that is not fused leaves a state that owes nothing to earlier ones."""
-        return self.carry(y, torch.where(self.plan.fused[:, start:stop, None], r, 0))
+        With gradients on, the fusion takes part even if no token is fused (`any_fused`): data-parallel training needs
+        every parameter to have a gradient, be it zero.
+        """
+        if self.fuse is None or not (any_fused or torch.is_grad_enabled()):
+            return x
+        return torch.where(self.plan.fused[:, columns, None], self.fuse(x, r), x)
+
+    def carried(self, y: Tensor, r: Tensor, columns: slice) -> Tensor:
+        """The states of the given columns."""
+        return self.carry(y, r, self.plan.fused[:, columns, None])
 
     def initial(self) -> Tensor:
         """[B, D] the state read where there is no predecessor."""
@@ -97,7 +101,7 @@ class SolverReport:
         converged: True if exact or the last residual is within the tolerance, False if it is not, None if there was no
             tolerance to judge by.
         residuals: [iterations] relative change of the states in each pass, the largest over the rows; empty if exact
-            from the start. Row b's change is ||r_new - r_old|| / ||r_new|| over its real tokens.
+            from the start. Row b's change is ||r_new - r_old|| / ||r_new|| over the states that a token may read.
     """
 
     solver: str

@@ -6,6 +6,7 @@ A row is the sequence of its real tokens: padding, wherever it stands, is passed
 hold several documents after one another (packing); nothing crosses from one to the next.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,25 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A half-open range of columns, and what of it is known without asking the device.
+
+    Attributes:
+        any_fused: whether any of its tokens is fused.
+        any_initial: whether any of them reads the initial state.
+    """
+
+    start: int
+    stop: int
+    any_fused: bool
+    any_initial: bool
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A schedule worked out for the tokens of one call.
 
@@ -45,9 +65,10 @@ class Plan:
         source: [B, T] int64, the column whose state a token reads, or CARRIED, or INITIAL.
         positions: [B, T] int64, 0-based position of a token in its document (0 for padding).
         labels: [B, T] int64, as in `Tokens`.
-        stages: half-open column ranges in order. No fused token reads a state written in its own range, so each range
-            can run in parallel once those before it are done. Their number is the length of the longest dependent
-            chain, and Jacobi iteration is exact after as many iterations.
+        stages: column ranges in order. No fused token reads a state written in its own range, in any row, so each range
+            can run in parallel once those before it are done.
+        depth: the largest number of stages that a row would have by itself. Jacobi iteration is exact after as many
+            iterations. It is smaller than the number of stages if the rows' chunks do not line up.
         final_source: [B] int64, the column whose state the next token of the row's document reads (or CARRIED, INITIAL).
         final_num_tokens, final_segment: [B] int64, as in `RecurrentState`, after this call.
     """
@@ -57,7 +78,8 @@ class Plan:
     source: Tensor
     positions: Tensor
     labels: Tensor
-    stages: tuple[tuple[int, int], ...]
+    stages: tuple[Stage, ...]
+    depth: int
     final_source: Tensor
     final_num_tokens: Tensor
     final_segment: Tensor
@@ -84,8 +106,8 @@ class Schedule:
         >>> state = RecurrentState.start(torch.zeros(1, 8))
         >>> Schedule(feedback_interval=4).plan(tokens, state).source.tolist()
         [[-2, -2, -2, -2, 3, 3]]
-        >>> Schedule(feedback_interval=4).plan(tokens, state).stages
-        ((0, 4), (4, 6))
+        >>> [(stage.start, stage.stop) for stage in Schedule(feedback_interval=4).plan(tokens, state).stages]
+        [(0, 4), (4, 6)]
     """
 
     feedback_interval: int | None = 1
@@ -113,6 +135,7 @@ class Schedule:
         no_start = last_start < 0
         source_after = torch.where(no_start & (last_write < 0), torch.where(continues, CARRIED, INITIAL), source_after)
         source = _source_of_each(source_after, starts, continues)
+        stages, depth = _stages(source, fused)
         last_real = _last_column(is_real)[:, -1]
         row = torch.arange(len(last_real), device=last_real.device)
         seen = last_real >= 0
@@ -122,7 +145,8 @@ class Schedule:
             source=source,
             positions=positions,
             labels=tokens.labels,
-            stages=_stages(source, fused),
+            stages=stages,
+            depth=depth,
             final_source=torch.where(seen, source_after[:, -1], CARRIED),
             final_num_tokens=torch.where(seen, positions[row, last_real] + 1, state.num_tokens),
             final_segment=torch.where(seen, tokens.labels[row, last_real], state.segment),
@@ -164,12 +188,23 @@ def _source_of_each(source_after: Tensor, starts: Tensor, continues: Tensor) -> 
     return torch.where(starts, INITIAL, before)
 
 
-def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[int, int], ...]:
-    last_read = torch.where(fused, source, INITIAL).amax(dim=0).tolist()
-    stages, start = [], 0
-    for column, read in enumerate(last_read):
-        if read >= start:
-            stages.append((start, column))
-            start = column
-    stages.append((start, len(last_read)))
-    return tuple(stages)
+def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[Stage, ...], int]:
+    """The stages of all rows together, and the depth of the deepest row. One transfer from the device."""
+    read = torch.where(fused, source, INITIAL)
+    newest = read.clamp(min=CARRIED).cummax(dim=1).values
+    before = torch.cat([torch.full_like(newest[:, :1], CARRIED), newest[:, :-1]], dim=1)
+    # Each state of this call that a row reads opens one stage of it: none is written between a read and its source.
+    depth = 1 + (newest > before).sum(dim=1).amax()
+    initial = fused & (source == INITIAL)
+    facts = torch.stack([read.amax(dim=0), fused.any(dim=0), initial.any(dim=0), depth.expand(len(read[0]))]).tolist()
+    last_read, any_fused, any_initial, depths = facts
+    edges = [0]
+    for column, newest_read in enumerate(last_read):
+        if newest_read >= edges[-1]:
+            edges.append(column)
+    edges.append(len(last_read))
+    stages = tuple(
+        Stage(start, stop, any(any_fused[start:stop]), any(any_initial[start:stop]))
+        for start, stop in itertools.pairwise(edges)
+    )
+    return stages, depths[0]

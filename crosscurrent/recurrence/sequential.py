@@ -1,14 +1,14 @@
 """The definition: token after token. All other solvers approximate this one, or reproduce it faster."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from crosscurrent.recurrence.problem import Problem, Solution, SolverReport
-from crosscurrent.recurrence.schedule import INITIAL
+from crosscurrent.recurrence.schedule import INITIAL, Stage
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class Sequential:
     """Solve one stage after another: T dependent steps for T tokens at a feedback interval of 1, T / B at B.
 
     Tokens that read nothing new share a step, so a prompt that is not recurrent, or a model without feedback, takes one.
+
+    For training: T2MLR keeps keys and values of every step for the backward pass, memory that grows with T^2.
 
     Args:
         truncate: back-propagate through at most about this many tokens: at every `truncate`-th column of a call the
@@ -40,39 +42,37 @@ class Sequential:
     def solve(self, problem: Problem) -> Solution:
         plan = problem.plan
         stages = self._stages(plan.stages)
+        # Split once: a slice per step would each send a gradient of full length back.
+        inputs = problem.inputs.split([stage.stop - stage.start for stage in stages], dim=1)
         register, initial = problem.state.register, problem.initial()
         past = problem.core.start(keeps_entries=len(stages) > 1)
         outputs = []
-        for start, stop in stages:
-            if self.truncate is not None and start > 0 and start % self.truncate == 0:
+        for stage, x in zip(stages, inputs, strict=True):
+            if self.truncate is not None and stage.start > 0 and stage.start % self.truncate == 0:
                 register, past = register.detach(), problem.core.detach(past)
-            read = _read(plan.source[:, start:stop], register, initial)
-            z = problem.fused(problem.inputs[:, start:stop], read, start, stop)
-            y, past = problem.core.run(z, start, stop, past)
-            register = _last_written(problem.carried(y, read, start, stop), plan.writes[:, start:stop], register)
+            read = register[:, None]  # within a stage no token can read another: one register serves the row
+            if stage.any_initial:
+                is_initial = (plan.source[:, stage.columns] == INITIAL)[..., None]
+                read = torch.where(is_initial, initial[:, None], read)
+            z = problem.fused(x, read, stage.columns, stage.any_fused)
+            y, past = problem.core.run(z, stage.columns, past)
+            carried = problem.carried(y, read, stage.columns)
+            register = _last_written(carried, plan.writes[:, stage.columns], register)
             outputs.append(y)
-        register = _final_register(plan.final_source, register, initial)
+        register = torch.where((plan.final_source == INITIAL)[:, None], initial, register)
         report = SolverReport(self.name, len(stages), exact=True, converged=True, residuals=register.new_zeros(0))
         return Solution(torch.cat(outputs, dim=1), problem.final_state(register), past, report)
 
-    def _stages(self, stages: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    def _stages(self, stages: tuple[Stage, ...]) -> list[Stage]:
         """The plan's stages, cut at every column where the gradient is to be cut."""
         if self.truncate is None:
             return list(stages)
-        cuts: list[tuple[int, int]] = []
-        for start, stop in stages:
-            inner = range(start - start % self.truncate + self.truncate, stop, self.truncate)
-            edges = [start, *inner, stop]
-            cuts += itertools.pairwise(edges)
-        return cuts
-
-
-def _read(source: Tensor, register: Tensor, initial: Tensor) -> Tensor:
-    """What each token of a stage reads: within a stage no token can read another, so it is one register per row."""
-    is_initial = (source == INITIAL)[..., None]
-    if not is_initial.any():
-        return register[:, None]
-    return torch.where(is_initial, initial[:, None], register[:, None])
+        cut: list[Stage] = []
+        for stage in stages:
+            first_cut = stage.start - stage.start % self.truncate + self.truncate
+            edges = [stage.start, *range(first_cut, stage.stop, self.truncate), stage.stop]
+            cut += [replace(stage, start=start, stop=stop) for start, stop in itertools.pairwise(edges)]
+        return cut
 
 
 def _last_written(carried: Tensor, writes: Tensor, register: Tensor) -> Tensor:
@@ -80,7 +80,3 @@ def _last_written(carried: Tensor, writes: Tensor, register: Tensor) -> Tensor:
     last = (writes * columns).amax(dim=1)
     row = torch.arange(len(last), device=last.device)
     return torch.where((last > 0)[:, None], carried[row, last.clamp(min=1) - 1], register)
-
-
-def _final_register(final_source: Tensor, register: Tensor, initial: Tensor) -> Tensor:
-    return torch.where((final_source == INITIAL)[:, None], initial, register)

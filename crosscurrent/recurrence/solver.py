@@ -43,15 +43,24 @@ def solver_from_dict(data: dict[str, Any]) -> Solver:
     settings = dict(data)
     name = settings.pop("name", None)
     if name not in SOLVERS:
-        raise ValueError(f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{_guess(name, SOLVERS)}")
+        raise ValueError(
+            f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{_suggestion(name, SOLVERS)}"
+        )
     known = SOLVERS[name].__dataclass_fields__
     for key in settings:
         if key not in known:
-            raise ValueError(f"{name} has no setting {key!r}: it has {sorted(known)}.{_guess(key, known)}")
+            raise ValueError(f"{name} has no setting {key!r}: it has {sorted(known)}.{_suggestion(key, known)}")
     solver: Solver = SOLVERS[name](**settings)
     return solver
 
 
-def _guess(word: Any, known: Any) -> str:
+def normalized_solver(solver: Any, default: Solver) -> dict[str, Any]:
+    """A configuration's solver, given as an object, as data or as None, as complete and checked data."""
+    if solver is None:
+        solver = default
+    return solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
+
+
+def _suggestion(word: Any, known: Any) -> str:
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -21,7 +21,7 @@ class RecurrentState:
 
     Example:
         >>> state = RecurrentState.start(torch.zeros(2, 4))
-        >>> state.repeat(3).batch_size
+        >>> state.map(lambda tensor: tensor.repeat_interleave(3, dim=0)).batch_size
         6
     """
 
@@ -39,20 +39,10 @@ class RecurrentState:
     def batch_size(self) -> int:
         return self.register.shape[0]
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentState":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentState":
+        """The state with each of its tensors changed: rows reordered, repeated or selected, moved to a device, saved."""
         return RecurrentState(change(self.register), change(self.num_tokens), change(self.segment))
-
-    def select(self, rows: Tensor) -> "RecurrentState":
-        """The given rows ([N] integer, or [B] boolean), in the given order: reordering beams is a selection too."""
-        return self._map(lambda tensor: tensor[rows.to(tensor.device)])
-
-    def repeat(self, repeats: int) -> "RecurrentState":
-        """Every row `repeats` times, copies of a row side by side."""
-        return self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def detach(self) -> "RecurrentState":
         """The same values without their gradient history."""
         return replace(self, register=self.register.detach())
-
-    def to(self, device: torch.device | str) -> "RecurrentState":
-        return self._map(lambda tensor: tensor.to(device))

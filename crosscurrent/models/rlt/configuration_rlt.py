@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from crosscurrent.models.checkpoints import refuse_misspelt_settings
-from crosscurrent.recurrence import Schedule, Sequential, solver_from_dict, solver_to_dict
+from crosscurrent.recurrence import Schedule, Sequential, normalized_solver
 
 
 class RLTConfig(PreTrainedConfig):
@@ -68,8 +68,7 @@ class RLTConfig(PreTrainedConfig):
         refuse_misspelt_settings(self, kwargs)
         super().__post_init__(**kwargs)
         Schedule(self.feedback_interval)
-        solver = self.solver if self.solver is not None else Sequential()
-        self.solver = solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
+        self.solver = normalized_solver(self.solver, default=Sequential())
         self._check_sizes()
 
     @property
@@ -100,7 +99,7 @@ class RLTConfig(PreTrainedConfig):
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads={self.num_attention_heads} heads "
                 "of even width: choose hidden_size as a multiple of 2 * num_attention_heads."
             )
-        if self.num_decoder_layers and self.num_memory_groups > self.num_decoder_layers:
+        if self.num_memory_groups > max(self.num_decoder_layers, 1):
             raise ValueError(
                 f"num_memory_groups={self.num_memory_groups} is more than num_decoder_layers={self.num_decoder_layers}: a "
                 "group without a layer would have no effect."

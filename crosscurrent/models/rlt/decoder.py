@@ -97,16 +97,17 @@ class DecoderRun:
     def detach(self, past: Window) -> Window:
         return past.map(Tensor.detach)
 
-    def run(self, z: Tensor, start: int, stop: int, past: Window) -> tuple[Tensor, Window]:
+    def run(self, z: Tensor, columns: slice, past: Window) -> tuple[Tensor, Window]:
         if not self.decoder.layers:
             return z, past
-        labels, positions = self.plan.labels[:, start:stop], self.plan.positions[:, start:stop]
+        labels, positions = self.plan.labels[:, columns], self.plan.positions[:, columns]
         key_labels = torch.cat([past.labels, labels], dim=1)
         key_positions = torch.cat([past.positions, positions], dim=1)
-        rotation = self.rotation[0][:, :, start:stop], self.rotation[1][:, :, start:stop]
+        rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
         in_window = self._seen_in_window(labels, positions, key_labels, key_positions)
-        in_memory = self._seen_in_memory(labels, start, stop)
+        _, stop, _ = columns.indices(self.plan.num_tokens)
         num_keys = self.num_past + stop
+        in_memory = seen_causally(labels, self.memory_labels[:, :num_keys], self.is_plain)
         all_keys, all_values = [], []
         for index, layer in enumerate(self.decoder.layers):
             memory_keys, memory_values = self.memory[self.decoder.memory_group(index)]
@@ -127,10 +128,6 @@ class DecoderRun:
         near = (distance >= 0) & (distance < self.decoder.config.sliding_window)
         same = (labels[:, :, None] == key_labels[:, None, :]) & (labels[:, :, None] != PADDING)
         return ((near & same) | _itself(num_queries, num_keys, labels.device))[:, None]
-
-    def _seen_in_memory(self, labels: Tensor, start: int, stop: int) -> Tensor | None:
-        """[B or 1, 1, S, P + stop]: earlier tokens of the same document, and the query's own."""
-        return seen_causally(labels, self.memory_labels[:, : self.num_past + stop], self.is_plain)
 
     def _kept(self, window: Window) -> Window:
         """The last W - 1 real tokens of each row."""
@@ -170,7 +167,7 @@ def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
 def _last_tokens(tensor: Tensor, count: int) -> Tensor:
     """The last `count` tokens of [B, N] or [B, H, N, E]."""
     dim = 1 if tensor.dim() == 2 else 2
-    return tensor.narrow(dim, tensor.shape[dim] - count, count)
+    return tensor.narrow(dim, tensor.shape[dim] - count, count).contiguous()  # a view would keep all tokens in memory
 
 
 def _pick_tokens(tensor: Tensor, order: Tensor) -> Tensor:

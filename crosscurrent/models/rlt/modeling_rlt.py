@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size, V vocab_size.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import initialization as init
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.inputs import refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally
@@ -38,14 +40,10 @@ class RLTCache(RecurrentCache):
         super().__init__()
         self.window: Window | None = None
 
-    def _map_rows(self, change: str, argument: Any) -> None:
-        super()._map_rows(change, argument)
-        if self.window is None:
-            return
-        if change == "repeat":
-            self.window = self.window.map(lambda tensor: tensor.repeat_interleave(argument, dim=0))
-        else:
-            self.window = self.window.map(lambda tensor: tensor[argument.to(tensor.device)])
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map_rows(change)
+        if self.window is not None:
+            self.window = self.window.map(change)
 
     def reset(self) -> None:
         super().reset()
@@ -210,7 +208,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         Raises:
             ValueError: an input does not fit; the message says what is allowed.
         """
-        return_dict, num_items = kwargs.pop("return_dict", True), kwargs.pop("num_items_in_batch", None)
+        return_dict, num_items = kwargs.pop("return_dict", None), kwargs.pop("num_items_in_batch", None)
         _refuse_unused(kwargs)
         call = begin_call(
             self,
@@ -234,7 +232,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
         loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)
         result = call.finish(RecurrentCausalLMOutput(loss=loss, logits=logits), solution)
-        return result if return_dict else result.to_tuple()
+        return result.to_tuple() if return_dict is False else result
 
 
 def _extender(cache: RecurrentCache | None, index: int) -> Extend:
@@ -245,7 +243,8 @@ def _extender(cache: RecurrentCache | None, index: int) -> Extend:
 
 
 def _refuse_unused(kwargs: dict[str, Any]) -> None:
-    unused = sorted(name for name, value in kwargs.items() if value not in (None, False))
+    refuse_misspelt_arguments(kwargs, RLTForCausalLM.forward)
+    unused = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
     if unused:
         raise ValueError(f"RLTForCausalLM.forward does not take {', '.join(unused)}.")
 

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from crosscurrent.models.checkpoints import refuse_misspelt_settings
-from crosscurrent.recurrence import Jacobi, Schedule, solver_from_dict, solver_to_dict
+from crosscurrent.recurrence import Jacobi, Schedule, normalized_solver
 
 
 class T2MLRConfig(PreTrainedConfig):
@@ -53,8 +53,7 @@ class T2MLRConfig(PreTrainedConfig):
             "_attn_implementation_internal"
         )  # on to the base, if one was asked for
         Schedule(self.feedback_interval)
-        solver = self.solver if self.solver is not None else Jacobi()
-        self.solver = solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
+        self.solver = normalized_solver(self.solver, default=Jacobi())
         if self.base_config is not None:
             check_layer_range(self.layer_start, self.layer_end, self.get_text_config().num_hidden_layers)
 

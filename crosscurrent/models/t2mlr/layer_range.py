@@ -48,8 +48,9 @@ class LayerCall:
         self.layer, self.index, self.arguments, self.num_tokens = layer, index, arguments, num_tokens
         self.cache_name = next((name for name in CACHE_NAMES if name in arguments), None)
 
-    def run(self, hidden: Tensor, start: int, stop: int, past: Any) -> Tensor:
+    def run(self, hidden: Tensor, columns: slice, past: Any) -> Tensor:
         arguments = dict(self.arguments)
+        start, stop, _ = columns.indices(self.num_tokens)
         if (start, stop) != (0, self.num_tokens):
             num_keys = _num_keys(past.layers[self.index], stop - start)
             arguments = {name: self._cut(name, value, start, stop, num_keys) for name, value in arguments.items()}
@@ -105,25 +106,31 @@ class LayerRange:
 
     def __init__(self, calls: list[LayerCall], cache: DynamicCache | None, config: PreTrainedConfig):
         self.calls, self.cache, self.config = calls, cache, config
-        self.ranges: list[tuple[int, int]] = []  # columns of each run, to sort recorded hidden states by
+        self.run_lengths: list[int] = []  # columns of each run, to sort recorded hidden states by
 
     def start(self, keeps_entries: bool) -> DynamicCache | None:
+        has_entries = self.cache is not None and self.cache.get_seq_length(self.calls[0].index) > 0
+        if keeps_entries or has_entries:
+            self._refuse_checkpointing()
         if self.cache is not None or not keeps_entries:
             return self.cache
+        return DynamicCache(config=self.config)
+
+    def _refuse_checkpointing(self) -> None:
         for call in self.calls:
             if getattr(call.layer, "gradient_checkpointing", False) and call.layer.training and torch.is_grad_enabled():
                 raise ValueError(
-                    "token-by-token solving keeps keys and values from step to step, and gradient checkpointing drops "
-                    "them. Use cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch "
-                    "checkpointing off (model.gradient_checkpointing_disable())."
+                    "gradient checkpointing drops the keys and values of earlier tokens, which token-by-token solving and "
+                    "continuing from a cache need. Train on whole sequences with cc.Jacobi (exact for T tokens with "
+                    "iterations=T, backward_iterations=T), or switch checkpointing off "
+                    "(model.gradient_checkpointing_disable())."
                 )
-        return DynamicCache(config=self.config)
 
-    def run(self, z: Tensor, start: int, stop: int, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
+    def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, copy.copy)
-        self.ranges.append((start, stop))
+        self.run_lengths.append(z.shape[1])
         for call in self.calls:
-            z = call.run(z, start, stop, past)
+            z = call.run(z, columns, past)
         return z, past
 
     def detach(self, past: DynamicCache | None) -> DynamicCache | None:

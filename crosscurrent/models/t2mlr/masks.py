@@ -34,6 +34,7 @@ class DocumentMask:
         same = (query_labels == key_labels[:, None, :]) & (query_labels != PADDING) & (columns <= rows)
         self.itself = (columns == rows)[None, None]
         self.allowed = same[:, None] | self.itself  # [B, 1, T, P + T]
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, mask: Any) -> Any:
         """The layer's mask, limited. It keeps its kind: boolean (True: seen) or additive."""
@@ -41,6 +42,11 @@ class DocumentMask:
             return mask
         if mask is None:
             return self.allowed
+        if self._last is None or self._last[0] is not mask:  # layers of one kind are given the same mask
+            self._last = mask, self._limited(mask)
+        return self._last[1]
+
+    def _limited(self, mask: Tensor) -> Tensor:
         num_keys = mask.shape[-1]  # a sliding layer sees the last ones only
         allowed, itself = self.allowed[..., -num_keys:], self.itself[..., -num_keys:]
         if mask.dtype == torch.bool:

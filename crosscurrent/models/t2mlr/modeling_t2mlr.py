@@ -16,6 +16,7 @@ from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.checkpoints import refuse_nonfinite_weights
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.inputs import refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
 from crosscurrent.models.t2mlr.layer_range import (
@@ -39,6 +40,9 @@ from crosscurrent.recurrence import (
 
 # Where a causal language model keeps its list of decoder layers: all that differs between architectures.
 LAYER_LISTS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
+
+# What configurations call the epsilon of their norms.
+NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -88,7 +92,10 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         _refuse_unsupported_layers(layers, config)
         if not isinstance(layers, LayerList):
             setattr(owner, name, LayerList(layers))
-        eps = next((getattr(text, key) for key in ("rms_norm_eps", "layer_norm_eps") if hasattr(text, key)), 1e-6)
+        eps = next(
+            (getattr(text, key) for key in NORM_EPSILONS if hasattr(text, key)),
+            1e-6,
+        )
         reference = next(layers[config.layer_start].parameters())
         with torch.device(reference.device):
             self.fusion = GatedFusion(text.hidden_size, getattr(text, "initializer_range", 0.02) or 0.02)
@@ -106,10 +113,11 @@ class T2MLRForCausalLM(RecurrentCausalLM):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, GatedFusion):
-            for linear in (module.current_gate, module.recurrent_gate, module.recurrent_projection):
-                init.normal_(linear.weight, std=module.initializer_range)
-                if linear.bias is not None:
-                    init.zeros_(linear.bias)
+            for linear in module.modules():
+                if isinstance(linear, nn.Linear):
+                    init.normal_(linear.weight, std=module.initializer_range)
+                    if linear.bias is not None:
+                        init.zeros_(linear.bias)
             init.zeros_(module.current_scale)
             init.zeros_(module.recurrent_scale)
         elif isinstance(module, NormalizedSum):
@@ -175,7 +183,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         Raises:
             ValueError: an input does not fit; the message says what is allowed.
         """
-        return_dict, num_items = kwargs.pop("return_dict", True), kwargs.pop("num_items_in_batch", None)
+        return_dict, num_items = kwargs.pop("return_dict", None), kwargs.pop("num_items_in_batch", None)
+        refuse_misspelt_arguments(kwargs, T2MLRForCausalLM.forward)
         call = begin_call(
             self,
             input_ids,
@@ -209,7 +218,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             attentions=run.checked_attentions(output.attentions),
         )
         call.finish(result, run.solution)
-        return result if return_dict else result.to_tuple()
+        return result.to_tuple() if return_dict is False else result
 
     def _mask_edit(self, call: Call) -> DocumentMask | None:
         if call.is_plain:
@@ -259,11 +268,11 @@ class _Run:
         if recorded is None:
             return None
         start, width = self.model.config.layer_start, len(self.core.calls)
-        runs = self.core.ranges
+        runs = self.core.run_lengths
         first = start + 1
         after = first + width * len(runs)
         groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
-        if runs[-1] == (0, self.call.plan.num_tokens):
+        if runs[-1] == self.call.plan.num_tokens:
             in_range = list(groups[-1])
         else:
             in_range = [
@@ -280,8 +289,8 @@ class _Run:
     def checked_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         if not recorded:
             return recorded
-        start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.ranges
-        if runs[-1] != (0, self.call.plan.num_tokens):
+        start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.run_lengths
+        if runs[-1] != self.call.plan.num_tokens:
             raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
         return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])
 
@@ -290,18 +299,23 @@ def retrofit(
     base: PreTrainedModel,
     layer_start: int,
     layer_end: int,
-    **settings: Any,
+    *,
+    solver: Solver | None = None,
+    feedback_interval: int | None = 1,
+    prompt_recurrence: bool = True,
+    detach_residual: bool = False,
 ) -> T2MLRForCausalLM:
     """Add temporal recurrence to a causal language model. The result starts out computing exactly what `base` does.
 
-    The result shares the base's weights: nothing is copied, and training one trains the other. `base` itself goes on
-    working as before. For an independent model retrofit `copy.deepcopy(base)`.
+    The result shares the base's layers: nothing is copied, and training one trains the other. `base` itself goes on
+    computing what it did, but what is set on shared layers is set for both (attention implementation, vocabulary size,
+    gradient checkpointing, hooks on layers). For an independent model retrofit `copy.deepcopy(base)`.
 
     Args:
         base: any transformers causal language model with a list of decoder layers.
         layer_start, layer_end: the recurrent range, half-open, counted from 0. The paper's best were the middle layers,
             about a fifth of the depth.
-        settings: as in `T2MLRConfig` (solver, feedback_interval, prompt_recurrence, detach_residual).
+        solver, feedback_interval, prompt_recurrence, detach_residual: as in `T2MLRConfig`.
 
     Raises:
         ValueError: the range does not lie in the model, the model is not supported (the message says what is
@@ -319,12 +333,19 @@ def retrofit(
     _refuse_unsupported_base(base)
     check_layer_range(layer_start, layer_end, base.config.get_text_config(decoder=True).num_hidden_layers)
     refuse_nonfinite_weights(base, type(base).__name__)
-    config = T2MLRConfig(base_config=base.config, layer_start=layer_start, layer_end=layer_end, **settings)
+    config = T2MLRConfig(
+        base_config=base.config,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        solver=solver,
+        feedback_interval=feedback_interval,
+        prompt_recurrence=prompt_recurrence,
+        detach_residual=detach_residual,
+    )
     config.dtype = base.config.dtype
     model = object.__new__(class_for(type(base)))
     model.__dict__ = {
-        name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
-        for name, value in base.__dict__.items()
+        name: copy.copy(value) if isinstance(value, dict | set) else value for name, value in base.__dict__.items()
     }
     model.generation_config = copy.deepcopy(base.generation_config)
     if model.generation_config is not None:
