@@ -9,16 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import crosscurrent as cc
+from crosscurrent.models.compat import CACHE_NAME
 from tests.subjects import RLT_SIZES, SIZES, cache_of, make_base, make_rlt, make_t2mlr, token_ids
 
 BAD_RANGES = [(2, 2), (3, 1), (-1, 2), (0, 5), (4, 5)]
@@ -235,12 +243,15 @@ def test_models_that_do_not_exist(name: str) -> None:
 def test_checkpointing_with_token_by_token_solving_is_refused() -> None:
     model = make_t2mlr("llama").train()
     model.gradient_checkpointing_enable()
-    for use_cache in (False, True):
-        with pytest.raises(ValueError, match="gradient checkpointing"):
-            model(token_ids(1, 5), solver=cc.Sequential(), use_cache=use_cache)
-    cache = cache_of(model.eval()(token_ids(1, 5), use_cache=True))
     with pytest.raises(ValueError, match="gradient checkpointing"):
-        model.train()(token_ids(1, 1), cache=cache)
+        model(token_ids(1, 5), solver=cc.Sequential())
+    cache = cache_of(model.eval()(token_ids(1, 5), use_cache=True))
+    for solver in (cc.Sequential(), cc.Jacobi(2, 1)):
+        with pytest.raises(ValueError, match="continue from a cache"):
+            model.train()(token_ids(1, 1), cache=cache, solver=solver)
+    with pytest.warns(UserWarning, match="no cache is kept"):
+        output = model(token_ids(1, 5), use_cache=True, solver=cc.Jacobi(2, 1))
+    assert cache_of(output) is None
 
 
 def test_settings_without_effect_are_told() -> None:
@@ -270,3 +281,71 @@ def test_return_dict_as_transformers_reads_it() -> None:
     for model in (make_rlt(), make_t2mlr("llama")):
         assert model(ones(1, 2), return_dict=None).logits.shape == (1, 2, 43)
         assert isinstance(model(ones(1, 2), return_dict=False), tuple)
+
+
+def test_bases_whose_layers_do_not_hand_on_the_stream() -> None:
+    sizes: Any = {"vocab_size": 43, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=43, hidden_size=16, n_layer=4, n_head=2))
+    falcon = FalconForCausalLM(FalconConfig(**sizes))
+    for base in (bloom, falcon):
+        for start, end in ((1, 3), (0, 2), (0, 4)):
+            with pytest.raises(ValueError, match="hands on a"):
+                cc.retrofit(base, start, end)(ones(1, 3))
+    with pytest.raises(ValueError, match="sliding_window=1"):
+        cc.retrofit(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=1)), 1, 3)
+
+
+def test_balancing_losses_are_not_dropped_unnoticed() -> None:
+    model = make_t2mlr("llama")
+    with pytest.raises(ValueError, match="output_router_logits"):
+        model(ones(1, 2), output_router_logits=True)
+
+
+def test_settings_changed_after_construction() -> None:
+    rlt = make_rlt(feedback_interval=None)
+    rlt.config.feedback_interval = 1
+    with pytest.raises(ValueError, match="changed to 1 after"):
+        rlt(ones(1, 2))
+    model = make_t2mlr("llama")
+    model.config.layer_end = 9
+    with pytest.raises(ValueError, match="layer_end=9"):
+        model(ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    "solver", [cc.Jacobi, "jacobi", {"iterations": 3}, {"name": "jacobi", "iterations": 2.5}, 3], ids=str
+)
+def test_solvers_in_the_wrong_form(solver: Any) -> None:
+    with pytest.raises(ValueError, match=r"solver|iterations"):
+        make_rlt()(ones(1, 2), solver=solver)
+
+
+def test_solvers_in_either_form() -> None:
+    model = make_t2mlr("llama")
+    model.config.solver = cc.Sequential()
+    assert model(ones(1, 3)).solver_report.solver == "sequential"
+    two: Any = {"name": "jacobi", "iterations": 2, "backward_iterations": 1}
+    assert model(ones(1, 3), solver=two).solver_report.exact is False
+
+
+def test_prompts_and_caches_that_do_not_fit() -> None:
+    for model in (make_rlt(), make_t2mlr("llama")):
+        for mask in (ones(2, 3), ones(2, 9)):
+            with pytest.raises(ValueError, match="recurrent_mask has shape"):
+                model.generate(token_ids(2, 6), recurrent_mask=mask, max_new_tokens=2)
+        cache = cache_of(model(token_ids(1, 5), use_cache=True))
+        with pytest.raises(ValueError, match="cache holds 5 already"):
+            model.generate(token_ids(1, 5), max_new_tokens=2, **{CACHE_NAME: cache})
+        with pytest.raises(ValueError, match="row 0 of the prompts"):
+            model.generate(torch.tensor([[0, 0, 0], [1, 2, 3]]), pad_token_id=0, max_new_tokens=2)
+        with pytest.raises(ValueError, match="segment_ids cannot"):
+            model.generate(token_ids(1, 3), segment_ids=torch.zeros(1, 3, dtype=torch.int64))
+        with pytest.raises(ValueError, match="labels holds 43"):
+            model(ones(1, 2), labels=torch.tensor([[0, 43]]))
+
+
+def test_training_gates_in_low_precision_warns() -> None:
+    base: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = cc.retrofit(base.to(torch.bfloat16), 1, 3)
+    with pytest.warns(UserWarning, match="rounded away"):
+        model.train()(ones(1, 3))

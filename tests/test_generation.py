@@ -117,6 +117,16 @@ def test_prompt_recurrence_is_a_setting_of_the_model(subject: str) -> None:
 
 
 @for_some_subjects
+def test_prefill_in_chunks_reads_the_masks_own_columns(subject: str) -> None:
+    model, ids = SUBJECTS[subject](), token_ids(1, 9)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 0, 1, 0]])
+    settings = GREEDY | {"recurrent_mask": mask, "solver": cc.Sequential(), "attention_mask": torch.ones_like(ids)}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    whole, chunks = model.generate(ids, **settings), model.generate(ids, prefill_chunk_size=4, **settings)
+    assert largest_difference(whole.logits, chunks.logits) < 1e-6
+
+
+@for_some_subjects
 def test_continuing_from_a_cache(subject: str) -> None:
     """A prefix is read once; its copies continue independently and the original stays as it was."""
     model, prefix = SUBJECTS[subject](), token_ids(1, 5)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import crosscurrent as cc
 from tests.subjects import (
+    SIZES,
     T2MLR_BASES,
     cache_of,
     gradients,
@@ -138,6 +139,50 @@ def test_gradients_exist_without_a_recurrent_token_and_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, labels=ids, solver=cc.Jacobi(4, 1), use_cache=False).loss.backward()
     assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.layers[2].parameters() if p.dim() > 1)
+
+
+def test_base_settings_are_the_bases(tmp_path: Any) -> None:
+    """There is one use_cache, one attention_dropout: set on either configuration, saved, and in effect."""
+    base = LlamaConfig(**SIZES)
+    settings: Any = {"use_cache": False, "attention_dropout": 0.5}
+    config = cc.T2MLRConfig(base_config=base, layer_start=1, layer_end=3, **settings)
+    model: Any = cc.T2MLRForCausalLM(config)
+    assert model.layers[0].self_attn.attention_dropout == 0.5 and base.use_cache is False
+    model.config.pad_token_id = 7
+    model.save_pretrained(tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, attention_dropout=0.25)
+    assert loaded.config.use_cache is False and loaded.config.base_config.pad_token_id == 7
+    assert loaded.layers[0].self_attn.attention_dropout == 0.25
+    model.config.output_hidden_states = True
+    assert len(model(token_ids(1, 3)).hidden_states) == 5
+
+
+def test_dropout_is_the_same_in_every_pass() -> None:
+    """Otherwise the iteration has no fixed point, and a report of exactness would be untrue."""
+    config = GPT2Config(vocab_size=43, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0.3)
+    model = cc.retrofit(GPT2LMHeadModel(config).double(), 1, 3).train()
+    with torch.no_grad():
+        model.fusion.recurrent_scale.fill_(0.5)
+    ids = token_ids(1, 12)
+    report = model(ids, solver=cc.Jacobi(12, 12)).solver_report
+    assert report.exact and report.residuals[-1] < 1e-12
+    assert not torch.equal(model(ids).logits, model(ids).logits)  # calls differ from one another
+
+
+def test_a_base_used_by_a_hook_inside_the_retrofits_own_call() -> None:
+    base, ids, inner = make_base("llama"), token_ids(1, 5), []
+    expected = base(ids).logits
+    model = cc.retrofit(base, 1, 3)
+    pending = [True]
+
+    def use_base(*_: Any) -> None:
+        if pending:
+            pending.clear()
+            inner.append(base(ids).logits)
+
+    base.model.layers[2].register_forward_hook(use_base)
+    model(ids)
+    assert torch.equal(inner[0], expected)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:

@@ -19,7 +19,7 @@ from crosscurrent.recurrence import (
     Solution,
     Solver,
     Tokens,
-    solver_from_dict,
+    as_solver,
 )
 
 
@@ -111,7 +111,7 @@ def begin_call(
     return Call(
         plan=Schedule(config.feedback_interval).plan(tokens, state),
         state=state,
-        solver=solver if solver is not None else solver_from_dict(config.solver),
+        solver=as_solver(solver if solver is not None else config.solver),
         key_labels=key_labels,
         is_plain=_is_plain(key_labels, attention_mask, segment_ids, position_ids, given),
         branch=(given if given is not None else model.new_cache()).branch()

@@ -33,7 +33,8 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
         """As transformers' `generate`, with three more arguments.
 
         Args:
-            inputs: [B, P] token ids of the prompts, padded on the left.
+            inputs: [B, P] token ids of the prompts, padded on the left. With a cache: the whole sequence, of which the
+                cache holds the beginning.
             prompt_recurrence: whether prompt tokens are recurrent; None: as `config.prompt_recurrence` says. Generated
                 tokens always are.
             recurrent_mask: [B, P] which prompt tokens are recurrent, in place of prompt_recurrence.
@@ -44,8 +45,11 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
             ValueError: a prompt is all padding, the cache is of the wrong kind, or a way of decoding was asked for
                 that needs tokens to be taken back (assisted decoding).
         """
-        if kwargs.get("assistant_model") is not None:
-            raise ValueError(_refusal("assistant_model"))
+        for name in ("assistant_model", "assistant_early_exit"):
+            if kwargs.get(name) is not None:
+                raise ValueError(_refusal(name))
+        if kwargs.get("segment_ids") is not None:
+            raise ValueError("segment_ids cannot be generated from: give each document as a row of its own.")
         if recurrent_mask is not None and prompt_recurrence is not None:
             raise ValueError(
                 "give either recurrent_mask or prompt_recurrence: both say which prompt tokens are recurrent."
@@ -54,6 +58,8 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
             (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
         )
         _refuse_empty_prompts(prompt, kwargs.get("attention_mask"))
+        if prompt is not None:
+            _check_prompt(prompt, recurrent_mask, kwargs.get("cache", kwargs.get("past_key_values")))
         if prompt_recurrence is None:
             prompt_recurrence = getattr(self.config, "prompt_recurrence", True)
         if recurrent_mask is None and not prompt_recurrence and prompt is not None:
@@ -68,14 +74,17 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
     ) -> dict[str, Any]:
         kwargs["inputs_embeds"] = inputs_embeds  # named above because transformers looks for it in the signature
         model_inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if kwargs.get("is_first_iteration"):
+            _refuse_empty_prompts(None, model_inputs.get("attention_mask"))  # also if transformers inferred it
         mask = model_inputs.get("recurrent_mask")
         if mask is not None:
             ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
             num_new = (ids if ids is not None else embeds).shape[1]  # type: ignore[union-attr]
-            num_embeds = 0 if inputs_embeds is None else inputs_embeds.shape[1]
-            num_generated = max(input_ids.shape[1] + num_embeds - mask.shape[1], 0)
+            cache = model_inputs.get(CACHE_NAME)
+            start = 0 if cache is None or cache.key_labels is None else cache.key_labels.shape[1]
+            num_generated = max(start + num_new - mask.shape[1], 0)  # tokens after the prompt are recurrent
             mask = torch.cat([mask != 0, mask.new_ones(mask.shape[0], num_generated, dtype=torch.bool)], dim=1)
-            model_inputs["recurrent_mask"] = mask[:, -num_new:]
+            model_inputs["recurrent_mask"] = mask[:, start : start + num_new]
         return model_inputs
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -91,6 +100,22 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
         if generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = given if given is not None else self.new_cache()
+
+
+def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:
+    if recurrent_mask is not None and recurrent_mask.shape != prompt.shape[:2]:
+        raise ValueError(
+            f"recurrent_mask has shape {tuple(recurrent_mask.shape)}: it needs one value per token of the prompt, "
+            f"{tuple(prompt.shape[:2])}."
+        )
+    if isinstance(cache, RecurrentCache) and cache.key_labels is not None:
+        num_held = cache.key_labels.shape[1]
+        if prompt.dim() > 1 and prompt.shape[1] <= num_held:
+            raise ValueError(
+                f"the prompt has {prompt.shape[1]} tokens and the cache holds {num_held} already: give the whole sequence, "
+                "what the cache holds and at least one token more. `generate` extends the cache it is given: to start "
+                "several times from one, pass copy.deepcopy(cache)."
+            )
 
 
 def _refusal(name: str) -> str:

@@ -45,6 +45,11 @@ def causal_lm_loss(
             f"labels has shape {tuple(labels.shape)} and the logits cover {tuple(logits.shape[:2])}: they must agree (with "
             "labels, leave logits_to_keep at 0)."
         )
+    outside = (labels != IGNORED) & ((labels < 0) | (labels >= logits.shape[-1]))
+    if bool(outside.any()):
+        raise ValueError(
+            f"labels holds {int(labels[outside][0])}: allowed are 0 to {logits.shape[-1] - 1}, and {IGNORED} to leave out."
+        )
     if not logits.is_floating_point() or logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     targets = _next_labels(labels.to(logits.device), token_labels)

@@ -11,7 +11,7 @@ from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
 from crosscurrent.recurrence.sequential import Sequential
-from crosscurrent.recurrence.solver import SOLVERS, Solver, normalized_solver, solver_from_dict, solver_to_dict
+from crosscurrent.recurrence.solver import SOLVERS, Solver, as_solver, solver_from_dict, solver_to_dict
 from crosscurrent.recurrence.state import RecurrentState
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "SolverReport",
     "Stage",
     "Tokens",
-    "normalized_solver",
+    "as_solver",
     "solver_from_dict",
     "solver_to_dict",
 ]

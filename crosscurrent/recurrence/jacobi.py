@@ -12,6 +12,7 @@ from crosscurrent.recurrence.problem import (
     Solution,
     SolverReport,
     answer_nonconvergence,
+    check_count,
 )
 
 _ALL = slice(None)  # columns of a call
@@ -49,12 +50,11 @@ class Jacobi:
     on_nonconvergence: OnNonconvergence = "record"
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations} is not allowed: at least 1 fused pass is needed.")
-        if not 1 <= self.backward_iterations <= self.iterations:
+        check_count("iterations", self.iterations)
+        check_count("backward_iterations", self.backward_iterations)  # 0 would leave the recurrent weights untrained
+        if self.backward_iterations > self.iterations:
             raise ValueError(
-                f"backward_iterations={self.backward_iterations} is not allowed: give 1 to iterations={self.iterations} "
-                "(0 would leave the recurrent weights without gradient)."
+                f"backward_iterations={self.backward_iterations} is not allowed: give 1 to iterations={self.iterations}."
             )
         if self.tolerance is not None and not self.tolerance > 0:
             raise ValueError(f"tolerance={self.tolerance} is not allowed: give a positive number, or None.")

@@ -18,6 +18,12 @@ from crosscurrent.recurrence.state import RecurrentState
 OnNonconvergence = Literal["record", "warn", "raise"]
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise unless a solver's setting is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least 1.")
+
+
 class Core(Protocol):
     """A causal stack of layers whose attention sees the entries (keys and values) of earlier tokens.
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from crosscurrent.recurrence.problem import Problem, Solution, SolverReport
+from crosscurrent.recurrence.problem import Problem, Solution, SolverReport, check_count
 from crosscurrent.recurrence.schedule import INITIAL, Stage
 
 
@@ -36,8 +36,8 @@ class Sequential:
     truncate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.truncate is not None and self.truncate < 1:
-            raise ValueError(f"truncate={self.truncate} is not allowed: give at least 1, or None for full gradients.")
+        if self.truncate is not None:
+            check_count("truncate", self.truncate)
 
     def solve(self, problem: Problem) -> Solution:
         plan = problem.plan

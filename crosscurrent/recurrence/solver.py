@@ -54,11 +54,21 @@ def solver_from_dict(data: dict[str, Any]) -> Solver:
     return solver
 
 
-def normalized_solver(solver: Any, default: Solver) -> dict[str, Any]:
-    """A configuration's solver, given as an object, as data or as None, as complete and checked data."""
-    if solver is None:
-        solver = default
-    return solver_to_dict(solver_from_dict(solver if isinstance(solver, dict) else solver_to_dict(solver)))
+def as_solver(solver: Any) -> Solver:
+    """The solver given as an object, or as data as a configuration holds it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(solver, dict):
+        return solver_from_dict(solver)
+    if isinstance(solver, tuple(SOLVERS.values())):
+        known: Any = solver
+        return known
+    raise ValueError(
+        f"solver={solver!r} is not allowed: give an object such as cc.Jacobi(iterations=16, backward_iterations=4) or "
+        'cc.Sequential(), or a dictionary {"name": ..., and its settings}.'
+    )
 
 
 def _suggestion(word: Any, known: Any) -> str:

@@ -1,11 +1,12 @@
 """Configuration of a recurrent looped Transformer."""
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from crosscurrent.models.checkpoints import refuse_misspelt_settings
-from crosscurrent.recurrence import Schedule, Sequential, normalized_solver
+from crosscurrent.recurrence import Schedule, Sequential, as_solver, solver_to_dict
 
 
 class RLTConfig(PreTrainedConfig):
@@ -68,7 +69,7 @@ class RLTConfig(PreTrainedConfig):
         refuse_misspelt_settings(self, kwargs)
         super().__post_init__(**kwargs)
         Schedule(self.feedback_interval)
-        self.solver = normalized_solver(self.solver, default=Sequential())
+        self.solver = solver_to_dict(as_solver(self.solver if self.solver is not None else Sequential()))
         self._check_sizes()
 
     @property
@@ -94,6 +95,11 @@ class RLTConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least {least}.")
+        if not math.isfinite(self.feedback_scale):
+            raise ValueError(f"feedback_scale={self.feedback_scale} is not allowed: give a finite number.")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: give a positive number.")
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads={self.num_attention_heads} heads "

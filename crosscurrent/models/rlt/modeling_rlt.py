@@ -210,6 +210,11 @@ class RLTForCausalLM(RecurrentCausalLM):
         """
         return_dict, num_items = kwargs.pop("return_dict", None), kwargs.pop("num_items_in_batch", None)
         _refuse_unused(kwargs)
+        if (self.model.merge is None) != (self.config.feedback_interval is None):
+            raise ValueError(
+                f"feedback_interval was changed to {self.config.feedback_interval} after the model was made: with and "
+                "without feedback it has different weights. Make a model from a new RLTConfig."
+            )
         call = begin_call(
             self,
             input_ids,
@@ -232,7 +237,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
         loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)
         result = call.finish(RecurrentCausalLMOutput(loss=loss, logits=logits), solution)
-        return result.to_tuple() if return_dict is False else result
+        return result.to_tuple() if not (self.config.return_dict if return_dict is None else return_dict) else result
 
 
 def _extender(cache: RecurrentCache | None, index: int) -> Extend:

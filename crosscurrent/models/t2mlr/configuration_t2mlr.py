@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from crosscurrent.models.checkpoints import refuse_misspelt_settings
-from crosscurrent.recurrence import Jacobi, Schedule, normalized_solver
+from crosscurrent.recurrence import Jacobi, Schedule, as_solver, solver_to_dict
 
 
 class T2MLRConfig(PreTrainedConfig):
@@ -45,15 +45,19 @@ class T2MLRConfig(PreTrainedConfig):
     solver: Any = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_misspelt_settings(self, kwargs)
         base, self.base_config = self.base_config, None  # set last: what the base has must not look like our own
+        base = _as_config(base)
+        for_base = {name: kwargs.pop(name) for name in list(kwargs) if _is_own_field(base, name)}
+        refuse_misspelt_settings(self, kwargs)
         super().__post_init__(**kwargs)
-        self.base_config = _as_config(base)
+        self.base_config = base
+        for name, value in for_base.items():
+            setattr(base, name, value)
         self._attn_implementation = self.__dict__.get(
             "_attn_implementation_internal"
         )  # on to the base, if one was asked for
         Schedule(self.feedback_interval)
-        self.solver = normalized_solver(self.solver, default=Jacobi())
+        self.solver = solver_to_dict(as_solver(self.solver if self.solver is not None else Jacobi()))
         if self.base_config is not None:
             check_layer_range(self.layer_start, self.layer_end, self.get_text_config().num_hidden_layers)
 
@@ -61,6 +65,13 @@ class T2MLRConfig(PreTrainedConfig):
         """The base's configuration: the one that describes layers, vocabulary and attention."""
         base = self.__dict__.get("base_config")
         return self if base is None else base.get_text_config(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = self.__dict__.get("base_config")
+        if _is_own_field(base, name):
+            setattr(base, name, value)  # use_cache, pad_token_id, ...: there is one of each, the base's
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         base = self.__dict__.get("base_config")
@@ -81,9 +92,17 @@ class T2MLRConfig(PreTrainedConfig):
             base._attn_implementation = value
 
 
+def _is_own_field(base: Any, name: str) -> bool:
+    """Whether a setting is the base's, and not one that every configuration has."""
+    if not isinstance(base, PreTrainedConfig) or name in T2MLRConfig.__dataclass_fields__:
+        return False
+    return name in type(base).__dataclass_fields__ or name in base.attribute_map
+
+
 def check_layer_range(layer_start: int, layer_end: int, num_hidden_layers: int) -> None:
-    """Raise unless 0 <= layer_start < layer_end <= num_hidden_layers."""
-    if not 0 <= layer_start < layer_end <= num_hidden_layers:
+    """Raise unless 0 <= layer_start < layer_end <= num_hidden_layers, all integers."""
+    are_integers = type(layer_start) is int and type(layer_end) is int
+    if not are_integers or not 0 <= layer_start < layer_end <= num_hidden_layers:
         raise ValueError(
             f"layer_start={layer_start}, layer_end={layer_end} is not a range of this model's layers: allowed is "
             f"0 <= layer_start < layer_end <= {num_hidden_layers} (half-open: [12, 18) are layers 12 to 17)."

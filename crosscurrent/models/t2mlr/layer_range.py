@@ -11,7 +11,7 @@ Shapes: B rows, T tokens of this call, D hidden_size, K keys that a layer sees.
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -56,9 +56,7 @@ class LayerCall:
             arguments = {name: self._cut(name, value, start, stop, num_keys) for name, value in arguments.items()}
         if self.cache_name is not None:
             arguments[self.cache_name] = past
-        output = self.layer(hidden, **arguments)
-        assert isinstance(output, Tensor), f"{type(self.layer).__name__} returned {type(output).__name__}, not a tensor"
-        return output
+        return _checked_stream(self.layer, self.layer(hidden, **arguments))
 
     def _cut(self, name: str, value: Any, start: int, stop: int, num_keys: int) -> Any:
         if name == "attention_mask":
@@ -66,7 +64,9 @@ class LayerCall:
         if name == "position_ids":
             return value if value is None else value[..., start:stop]
         if name.startswith("position_embeddings"):
-            return tuple(part[..., start:stop, :] for part in value)
+            if isinstance(value, Tensor):
+                return value[..., start:stop, :]
+            return value if value is None else tuple(part[..., start:stop, :] for part in value)
         if name == "cache_position":
             return value if value is None else value[start:stop]
         if isinstance(value, Tensor) and value.dim() > 0 and name not in CACHE_NAMES:
@@ -96,9 +96,19 @@ class LayerCall:
 
 def _num_keys(cache_layer: Any, num_queries: int) -> int:
     """How many keys a layer's attention sees: a sliding layer keeps one entry less than its window."""
+    if not hasattr(cache_layer, "get_seq_length"):
+        raise ValueError(
+            f"a layer keeps its keys and values in a {type(cache_layer).__name__}, so it shares those of another layer: "
+            "such models cannot be solved token by token here. Use cc.Jacobi."
+        )
     seen = int(cache_layer.get_seq_length())
     window = getattr(cache_layer, "sliding_window", None)
     return num_queries + (seen if window is None else min(seen, window - 1))
+
+
+def drops_entries(layer: nn.Module) -> bool:
+    """Whether the layer is under gradient checkpointing, where it is not given its cache."""
+    return bool(getattr(layer, "gradient_checkpointing", False)) and layer.training and torch.is_grad_enabled()
 
 
 class LayerRange:
@@ -106,32 +116,43 @@ class LayerRange:
 
     def __init__(self, calls: list[LayerCall], cache: DynamicCache | None, config: PreTrainedConfig):
         self.calls, self.cache, self.config = calls, cache, config
+        self.random_state: tuple[Tensor, Tensor | None] | None = None  # before the first pass
         self.run_lengths: list[int] = []  # columns of each run, to sort recorded hidden states by
 
     def start(self, keeps_entries: bool) -> DynamicCache | None:
-        has_entries = self.cache is not None and self.cache.get_seq_length(self.calls[0].index) > 0
-        if keeps_entries or has_entries:
-            self._refuse_checkpointing()
+        if keeps_entries and any(drops_entries(call.layer) for call in self.calls):
+            raise ValueError(
+                "gradient checkpointing drops the keys and values that token-by-token solving needs. Use "
+                "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch checkpointing off "
+                "(model.gradient_checkpointing_disable())."
+            )
         if self.cache is not None or not keeps_entries:
             return self.cache
         return DynamicCache(config=self.config)
 
-    def _refuse_checkpointing(self) -> None:
-        for call in self.calls:
-            if getattr(call.layer, "gradient_checkpointing", False) and call.layer.training and torch.is_grad_enabled():
-                raise ValueError(
-                    "gradient checkpointing drops the keys and values of earlier tokens, which token-by-token solving and "
-                    "continuing from a cache need. Train on whole sequences with cc.Jacobi (exact for T tokens with "
-                    "iterations=T, backward_iterations=T), or switch checkpointing off "
-                    "(model.gradient_checkpointing_disable())."
-                )
-
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, copy.copy)
+        if columns.indices(self.calls[0].num_tokens)[0] == 0:
+            self._repeat_randomness(z.device)
         self.run_lengths.append(z.shape[1])
         for call in self.calls:
             z = call.run(z, columns, past)
         return z, past
+
+    def _repeat_randomness(self, device: torch.device) -> None:
+        """Each pass over the call drops out the same features: without that the iteration has no fixed point."""
+        if not self.calls[0].layer.training:
+            return
+        if self.random_state is None:
+            self.random_state = (
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            )
+            return
+        on_host, on_device = self.random_state
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
 
     def detach(self, past: DynamicCache | None) -> DynamicCache | None:
         return self._map_layers(past, detach_layer)
@@ -172,13 +193,17 @@ class LayerLoop:
             for index, layer in enumerate(layers._modules.values())
         ]
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        token = _active.set(self)
-        try:
-            yield
-        finally:
-            _active.reset(token)
+    def active(self) -> AbstractContextManager[None]:
+        return _activated(self)
+
+
+@contextmanager
+def _activated(loop: LayerLoop | None) -> Iterator[None]:
+    token = _active.set(loop)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 class _StandIn:
@@ -193,14 +218,32 @@ class _StandIn:
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         loop = self._loop
         if not self._in_range and loop.edit_mask is None:
-            return self._layer(hidden, *args, **kwargs)
+            return self._run_layer(hidden, *args, **kwargs)
         arguments = _by_name(type(self._layer).forward, args) | kwargs
         if loop.edit_mask is not None:
             arguments["attention_mask"] = loop.edit_mask(arguments.get("attention_mask"))
         if not self._in_range:
-            return self._layer(hidden, **arguments)
+            return self._run_layer(hidden, **arguments)
+        _checked_stream(self._layer, hidden)
         loop.calls.append(LayerCall(self._layer, self._index, arguments, hidden.shape[1]))
-        return loop.solve(hidden, loop.calls) if self._index == loop.layer_end - 1 else hidden
+        if self._index != loop.layer_end - 1:
+            return hidden
+        with _activated(None):
+            return loop.solve(hidden, loop.calls)
+
+    def _run_layer(self, *args: Any, **kwargs: Any) -> Tensor:
+        with _activated(None):  # whatever a hook on the layer calls sees the model's own list again
+            return _checked_stream(self._layer, self._layer(*args, **kwargs))
+
+
+def _checked_stream(layer: Any, stream: Any) -> Tensor:
+    if not isinstance(stream, Tensor) or stream.dim() != 3:
+        what = f"a tensor of {stream.dim()} dimensions" if isinstance(stream, Tensor) else f"a {type(stream).__name__}"
+        raise ValueError(
+            f"{type(layer).__name__} hands on {what}: only models whose layers take and return the stream itself, a tensor "
+            "[batch, tokens, hidden_size], can be retrofitted."
+        )
+    return stream
 
 
 def _by_name(forward: Any, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size,
 """
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from crosscurrent.models.t2mlr.layer_range import (
     LayerList,
     LayerLoop,
     LayerRange,
+    drops_entries,
     layer_argument_names,
 )
 from crosscurrent.models.t2mlr.masks import DocumentMask, refuse_padding_inside_documents
@@ -185,6 +187,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         """
         return_dict, num_items = kwargs.pop("return_dict", None), kwargs.pop("num_items_in_batch", None)
         refuse_misspelt_arguments(kwargs, T2MLRForCausalLM.forward)
+        cache = cache if cache is not None else past_key_values
+        use_cache = self._check_mode(cache, use_cache, kwargs)
         call = begin_call(
             self,
             input_ids,
@@ -194,7 +198,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             recurrent_mask=recurrent_mask,
             segment_ids=segment_ids,
             position_ids=position_ids,
-            cache=cache if cache is not None else past_key_values,
+            cache=cache,
             use_cache=use_cache,
             solver=solver,
         )
@@ -207,10 +211,13 @@ class T2MLRForCausalLM(RecurrentCausalLM):
                 inputs_embeds=inputs_embeds,
                 use_cache=call.branch is not None,
                 logits_to_keep=logits_to_keep,
+                return_dict=True,
                 **{CACHE_NAME: call.branch},
                 **base_inputs,
                 **kwargs,
             )
+        if run.solution is None:
+            raise ValueError("the model skipped layers of the recurrent range (layerdrop?): switch that off.")
         result = RecurrentCausalLMOutput(
             loss=None if labels is None else causal_lm_loss(output.logits, labels, call.plan.labels, num_items),
             logits=output.logits,
@@ -218,7 +225,34 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             attentions=run.checked_attentions(output.attentions),
         )
         call.finish(result, run.solution)
-        return result.to_tuple() if return_dict is False else result
+        return result.to_tuple() if not (self.config.return_dict if return_dict is None else return_dict) else result
+
+    def _check_mode(self, cache: Any, use_cache: bool | None, kwargs: dict[str, Any]) -> bool | None:
+        """Refuse or tell what would go wrong unnoticed. Returns use_cache, as it is to be."""
+        text = self.config.get_text_config()
+        check_layer_range(self.config.layer_start, self.config.layer_end, len(self.layers))
+        if kwargs.get("output_router_logits") or getattr(text, "output_router_logits", False):
+            raise ValueError(
+                "output_router_logits is not supported: the balancing loss would be left out. Switch it off."
+            )
+        if self.config.output_hidden_states:
+            kwargs.setdefault("output_hidden_states", True)
+        if self.training and torch.is_grad_enabled() and self.fusion.current_scale.dtype.itemsize < 4:
+            warnings.warn(
+                f"the recurrent path is trained in {self.fusion.current_scale.dtype}: small updates of its gates are "
+                "rounded away. Load the model in float32 and train with autocast (bf16=True in TrainingArguments).",
+                stacklevel=3,
+            )
+        if not any(drops_entries(layer) for layer in self.layers._modules.values()):  # type: ignore[arg-type]
+            return use_cache
+        if cache is not None:
+            raise ValueError(
+                "gradient checkpointing drops the keys and values of earlier tokens, so a call cannot continue from a "
+                "cache: train on whole sequences, or switch checkpointing off (model.gradient_checkpointing_disable())."
+            )
+        if use_cache:
+            warnings.warn("use_cache=True has no effect under gradient checkpointing: no cache is kept.", stacklevel=3)
+        return False
 
     def _mask_edit(self, call: Call) -> DocumentMask | None:
         if call.is_plain:
@@ -243,7 +277,7 @@ class _Run:
 
     def __init__(self, model: T2MLRForCausalLM, call: Call):
         self.model, self.call = model, call
-        self.solution: Solution
+        self.solution: Solution | None = None
         self.core: LayerRange
         self.inputs: Tensor
 
@@ -258,10 +292,10 @@ class _Run:
             core=self.core,
             carry=self.model.carry,
         )
-        self.solution = self.call.solver.solve(problem)
+        self.solution = solution = self.call.solver.solve(problem)
         if self.call.branch is not None:  # the layers after the range write into the same cache
-            self.call.branch.layers = self.solution.past.layers
-        return self.solution.outputs
+            self.call.branch.layers = solution.past.layers
+        return solution.outputs
 
     def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
@@ -443,6 +477,8 @@ def _refuse_unsupported_layers(layers: nn.ModuleList, config: T2MLRConfig) -> No
             f"{name} takes {', '.join(arguments) or 'nothing'} beside the stream: an attention_mask and a cache of keys "
             "and values are missing. Only stacks of attention layers are supported."
         )
+    if getattr(text, "sliding_window", None) == 1:
+        raise ValueError("sliding_window=1 is not supported: transformers' cache does not keep such a window.")
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ValueError(f"layers of type {sorted(unknown)} are not supported, only {sorted(_LAYER_TYPES)}.")
