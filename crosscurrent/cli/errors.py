@@ -1,0 +1,24 @@
+"""How the command line answers mistakes: one line on stderr, and an exit code that scripts can use."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+USER_ERROR = 1  # 2 is typer's own, for wrong usage
+
+
+class ReportingGroup(TyperGroup):
+    """Commands whose ValueErrors (CheckpointError among them), OSErrors and missing packages are reported, not traced."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # the reader of our output has seen enough: typer ends quietly
+        except ModuleNotFoundError as error:
+            message = f"the package {error.name} is missing: pip install 'crosscurrent[demo]'"
+        except (ValueError, OSError) as error:
+            message = " ".join(str(error).split()) or type(error).__name__
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(USER_ERROR)

@@ -1,0 +1,55 @@
+"""The command `crosscurrent`."""
+
+from typing import Annotated
+
+import typer
+from huggingface_hub.utils import logging as hub_logging
+from transformers import logging as transformers_logging
+
+from crosscurrent.cli.demo import demo
+from crosscurrent.cli.errors import ReportingGroup
+from crosscurrent.cli.generate import generate
+from crosscurrent.cli.info import info
+from crosscurrent.cli.retrofit import retrofit
+from crosscurrent.version import __version__
+
+app = typer.Typer(
+    cls=ReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+for command in (demo, retrofit, generate, info):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Temporal recurrence for decoder-only Transformers.
+
+    What the later layers of a model computed for one token is fed back to earlier ones for the next token.
+
+    \b
+    crosscurrent demo                                    see it at work
+    crosscurrent retrofit smollm2-135m retrofitted --layer-start 12 --layer-end 18
+    crosscurrent info retrofitted
+    crosscurrent generate retrofitted "The capital of France is"
+
+    Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error that one line on stderr explains, 2 wrong
+    usage. `crosscurrent COMMAND --help` explains a command.
+    """
+    hub_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

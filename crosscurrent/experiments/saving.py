@@ -1,0 +1,63 @@
+"""Writing a model so that a folder is either complete or not there at all."""
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError if a model cannot be saved there.
+
+    A file is in the way, or a folder that is not empty; if overwriting is allowed, one that is no model's.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give the name of a folder.")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} exists and is not empty: give another folder, or allow it to be overwritten.")
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds something else than a model, which is not overwritten: give another folder.")
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, overwrite: bool = False
+) -> None:
+    """Save a model and its tokenizer, for transformers to load from `folder`.
+
+    Everything is written beside the folder first and moved there when complete. If that fails, what was at `folder`
+    before is still there.
+
+    Raises:
+        ValueError: something is there already (see `check_target`).
+
+    Example::
+
+        save_model(model, tokenizer, Path("retrofitted"))
+    """
+    check_target(folder, overwrite)
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        _replace(folder, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(folder: Path, complete: Path) -> None:
+    if not folder.exists():
+        complete.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    folder.rename(old)
+    try:
+        complete.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old)
