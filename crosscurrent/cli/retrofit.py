@@ -33,15 +33,14 @@ def retrofit(
     """
     from crosscurrent.experiments.checks import max_logit_difference
     from crosscurrent.experiments.inspection import num_recurrent_parameters
-    from crosscurrent.experiments.loading import load_savable_base
     from crosscurrent.experiments.saving import check_target, save_model
-    from crosscurrent.models.base import load_tokenizer
+    from crosscurrent.models.base import load_base, load_tokenizer
     from crosscurrent.models.t2mlr import retrofit as retrofit_model
     from crosscurrent.recurrence import Jacobi
 
     check_target(output, overwrite)
     solver = Jacobi(iterations, backward_iterations)
-    tokenizer, base_model = load_tokenizer(base), load_savable_base(base)
+    tokenizer, base_model = load_tokenizer(base), load_base(base)
     model = retrofit_model(base_model, layer_start, layer_end, feedback_interval=feedback_interval, solver=solver)
     difference = max_logit_difference(base_model, model, tokenizer(SAMPLE, return_tensors="pt")["input_ids"])
     save_model(model, tokenizer, output, overwrite)

@@ -36,7 +36,17 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{name}: {error}") from error
     refuse_nonfinite_weights(model, name)
+    _forget_gguf(model)
     return model
+
+
+def _forget_gguf(model: PreTrainedModel) -> None:
+    """Unpacked at loading, weights from a GGUF file are ordinary weights; but transformers from 5.24 on still takes the
+    model for a quantised one, and would refuse to save it."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    is_unpacked = all(weight.is_floating_point() for weight in model.state_dict().values())
+    if quantizer is not None and getattr(model, "quantization_method", None) == "gguf" and is_unpacked:
+        quantizer.remove_quantization_config(model)
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:

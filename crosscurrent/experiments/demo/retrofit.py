@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from crosscurrent.experiments.checks import fingerprint, logits_of, max_logit_difference
 from crosscurrent.experiments.inspection import gate_openings, num_recurrent_parameters, recurrent_parameters
-from crosscurrent.experiments.loading import load_savable_base
 from crosscurrent.experiments.saving import save_model
 from crosscurrent.experiments.training import train
-from crosscurrent.models.base import load_tokenizer
+from crosscurrent.models.base import load_base, load_tokenizer
 from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.t2mlr import T2MLRForCausalLM, retrofit
 from crosscurrent.recurrence import Jacobi
@@ -44,6 +43,7 @@ class RetrofitSettings:
     backward_iterations: int = 2
     depth: int = 2
     steps: int = 24
+    warm_up_steps: int = 5
     batch_size: int = 8
     learning_rate: float = 3e-5
     fusion_factor: float = 100.0  # the fusion starts from nothing and learns with so many times the learning rate
@@ -81,7 +81,7 @@ def run_retrofit(output: Path, seed: int = 0, settings: RetrofitSettings | None 
     settings = settings if settings is not None else RetrofitSettings()
     set_seed(seed)
     print(f"Loading {settings.base}.", flush=True)
-    tokenizer, base = load_tokenizer(settings.base), load_savable_base(settings.base)
+    tokenizer, base = load_tokenizer(settings.base), load_base(settings.base)
     solver = Jacobi(settings.iterations, settings.backward_iterations)
     model = retrofit(base, settings.layer_start, settings.layer_end, solver=solver)
     difference = max_logit_difference(base, model, tokenizer(PROBE, return_tensors="pt")["input_ids"])
@@ -134,9 +134,10 @@ def fine_tune(
         inputs, answers = _problems(tokenizer, "train", indices, settings.depth, seed)
         return F.cross_entropy(_answer_logits(model, inputs), answers)
 
+    groups = _parameter_groups(model, settings)
     losses: list[float] = []
     with tqdm(total=settings.steps, desc="fine-tuning", unit="step") as bar:
-        for loss in train(model, _parameter_groups(model, settings), loss_of, settings.steps):
+        for loss in train(model, groups, loss_of, settings.steps, settings.warm_up_steps):
             losses.append(loss)
             bar.update()
             if bar.n % settings.report_every == 0:
