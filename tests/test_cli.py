@@ -67,7 +67,7 @@ def test_help_teaches_by_example(command: str) -> None:
 
 def test_help_shows_defaults() -> None:
     text = run("retrofit", "--help").stdout
-    assert f"[default: {cc.Jacobi.iterations}]" in text and f"[default: {cc.Jacobi.backward_iterations}]" in text
+    assert f"[default: {cc.Jacobi.iterations};" in text and f"[default: {cc.Jacobi.backward_iterations};" in text
     assert "demo-output" in run("demo", "--help").stdout
 
 
@@ -141,7 +141,8 @@ def test_bad_input_is_one_line_on_stderr(base: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
     result = run("retrofit", base, output, "--layer-start", 3, "--layer-end", 9)
     assert_one_line_of_error(result, "layer_end=9", "<= 4")
-    assert_one_line_of_error(retrofit(base, output, "--feedback-interval", 0), "feedback_interval=0")
+    assert retrofit(base, output, "--feedback-interval", 0).exit_code == 2  # before the base is loaded
+    assert run("generate", base, "Hi", "--sample", "--top-p", 2).exit_code == 2
     assert_one_line_of_error(retrofit(base, output, "--backward-iterations", 99), "backward_iterations=99")
     assert not output.exists()
     for command in ("info", "generate"):

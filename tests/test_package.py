@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,10 @@ def test_supported_releases() -> None:
     major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
     assert major == 5 and minor >= 5
     assert (PACKAGE / "py.typed").exists() and torch.__version__
+
+
+def test_links_and_figures_in_the_documents_exist() -> None:
+    root = PACKAGE.parent
+    for page in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "tests").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)

@@ -86,6 +86,15 @@ def test_depth_is_that_of_the_deepest_row_alone() -> None:
     assert plan.depth == 4 < len(plan.stages)
 
 
+def test_depth_of_packed_documents_is_that_of_the_deepest() -> None:
+    labels = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2]])
+    tokens = Tokens(labels, torch.ones_like(labels, dtype=torch.bool))
+    plan = Schedule(1).plan(tokens, RecurrentState.start(torch.zeros(1, 2)))
+    assert plan.depth == 5 < len(plan.stages)
+    going_on = RecurrentState(torch.zeros(1, 2), torch.tensor([7]), torch.tensor([0]))
+    assert Schedule(1).plan(tokens, going_on).depth == 5
+
+
 def test_fewest_possible_stages() -> None:
     labels = torch.zeros(1, 12, dtype=torch.int64)
     recurrent = torch.ones(1, 12, dtype=torch.bool)

@@ -22,10 +22,13 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random instead of the likeliest.")] = False,
     temperature: Annotated[
-        float | None, typer.Option(show_default="1.0", help="With --sample: below 1 is more predictable.")
+        float | None, typer.Option(show_default="1", help="With --sample: below 1 is more predictable.")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(show_default="1.0", help="With --sample: among the likeliest of this total share.")
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, show_default="1.0", help="With --sample: among the likeliest of this total share."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(show_default="0", help="With --sample: seed of the random draws.")] = None,
     solver: Annotated[
@@ -44,7 +47,7 @@ def generate(
     Only the generated text goes to stdout, as it is made.
 
     \b
-    Example: crosscurrent generate retrofitted "What is the capital of France?" --max-new-tokens 20
+    Example: crosscurrent generate retrofitted "What is the capital of France?"
              echo "The capital of France is" | crosscurrent generate retrofitted --no-chat --solver sequential
     """
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}

@@ -45,7 +45,7 @@ def main(
     crosscurrent demo                                    see it at work
     crosscurrent retrofit smollm2-135m retrofitted --layer-start 12 --layer-end 18
     crosscurrent info retrofitted
-    crosscurrent generate retrofitted "The capital of France is"
+    crosscurrent generate retrofitted "What is the capital of France?"
 
     Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error that one line on stderr explains, 2 wrong
     usage. `crosscurrent COMMAND --help` explains a command.

@@ -13,13 +13,14 @@ def retrofit(
         str, typer.Argument(metavar="BASE", help="smollm2-135m, a folder, or an id on the Hugging Face hub.")
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the new model and its tokenizer.")],
-    layer_start: Annotated[int, typer.Option(help="First recurrent layer, counted from 0.")],
-    layer_end: Annotated[int, typer.Option(help="The layer after the last recurrent one.")],
+    layer_start: Annotated[int, typer.Option(min=0, help="First recurrent layer, counted from 0.")],
+    layer_end: Annotated[int, typer.Option(min=1, help="The layer after the last recurrent one.")],
     feedback_interval: Annotated[
-        int, typer.Option(help="1: every token reads the state of the one before; B: of the last chunk of B tokens.")
+        int,
+        typer.Option(min=1, help="1: every token reads the state of the one before; B: of the last chunk of B tokens."),
     ] = 1,
-    iterations: Annotated[int, typer.Option(help="Jacobi iterations that solve a whole sequence.")] = 16,
-    backward_iterations: Annotated[int, typer.Option(help="How many of them, the last, carry gradient.")] = 4,
+    iterations: Annotated[int, typer.Option(min=1, help="Jacobi iterations that solve a whole sequence.")] = 16,
+    backward_iterations: Annotated[int, typer.Option(min=1, help="How many of them, the last, carry gradient.")] = 4,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUTPUT.")] = False,
 ) -> None:
     """Add a recurrence to a pretrained model, and save it.

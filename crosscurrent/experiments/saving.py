@@ -17,7 +17,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"{folder} exists and is not empty: give another folder, or allow it to be overwritten.")
+        raise ValueError(f"{folder} exists and is not empty: give another folder, or overwrite it (--overwrite).")
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds something else than a model, which is not overwritten: give another folder.")
 

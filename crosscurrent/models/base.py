@@ -34,9 +34,11 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(location, **extra, **kwargs)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{name}: {error}") from error
+        raise CheckpointError(f"{_not_found(name)}: {error}") from error
     refuse_nonfinite_weights(model, name)
     _forget_gguf(model)
+    if name in PACKAGED:
+        model.config._name_or_path = model.name_or_path = name  # not the folder that the package lies in
     return model
 
 
@@ -58,9 +60,19 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     location, extra = _locate(name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **extra, **kwargs)
-    except OSError as error:
-        raise CheckpointError(f"{name} has no tokenizer: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no tokenizer in {_not_found(name)}. Save one beside a model with tokenizer.save_pretrained(folder). "
+            f"({error})"
+        ) from error
     return tokenizer
+
+
+def _not_found(name: str) -> str:
+    """How to speak of a model that could not be loaded."""
+    return (
+        name if Path(name).exists() else f"{name} (there is no such folder here, so it was taken for a name on the hub)"
+    )
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:

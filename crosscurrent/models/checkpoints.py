@@ -87,11 +87,23 @@ def _align_weights(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
+def refuse_other_model_type(config_class: type[PreTrainedConfig], settings: dict[str, Any]) -> None:
+    """Raise if a saved configuration is another kind of model's."""
+    model_type = settings.get("model_type", config_class.model_type)
+    if model_type != config_class.model_type:
+        raise ValueError(
+            f"this is the configuration of a {model_type!r} model, not of a {config_class.model_type!r} one. To make a "
+            "pretrained model recurrent, load it with AutoModelForCausalLM and pass it to crosscurrent.retrofit."
+        )
+
+
 def refuse_misspelt_settings(config: PreTrainedConfig, unknown: dict[str, Any]) -> None:
     """Raise for a setting spelt almost like one of this configuration's own; warn of others that have no effect."""
     own = sorted(set(type(config).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__))
     known = {*_TRANSFORMERS_SETTINGS, *GenerationConfig().to_dict()}
     for name in unknown:
+        if isinstance(getattr(type(config), name, None), property) and name in ("num_hidden_layers", "head_dim"):
+            raise ValueError(f"{type(config).__name__} derives {name} from its other settings: {own}.")
         close = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
         if close:
             raise ValueError(

@@ -24,8 +24,8 @@ class Jacobi:
 
     The guess is one pass without recurrence, which is not counted. Each iteration then fuses every token with the
     state guessed for the position that it reads, runs the core over the whole sequence and replaces the guess. By
-    causality k iterations are exact on the first k stages of a row, so no more are run than the deepest row has; a call of
-    one token, or without a recurrent token, is exact after one.
+    causality k iterations are exact on the first k stages of a document, so no more are run than the deepest document has;
+    a call of one token, or without a recurrent token, is exact after one.
 
     Args:
         iterations: D, at most this many fused passes (the paper's `d_forward`).

@@ -67,8 +67,8 @@ class Plan:
         labels: [B, T] int64, as in `Tokens`.
         stages: column ranges in order. No fused token reads a state written in its own range, in any row, so each range
             can run in parallel once those before it are done.
-        depth: the largest number of stages that a row would have by itself. Jacobi iteration is exact after as many
-            iterations. It is smaller than the number of stages if the rows' chunks do not line up.
+        depth: the largest number of stages that a document would have by itself. Jacobi iteration is exact after as many
+            iterations. It is smaller than the number of stages if a row holds several documents, or chunks do not line up.
         final_source: [B] int64, the column whose state the next token of the row's document reads (or CARRIED, INITIAL).
         final_num_tokens, final_segment: [B] int64, as in `RecurrentState`, after this call.
     """
@@ -135,7 +135,7 @@ class Schedule:
         no_start = last_start < 0
         source_after = torch.where(no_start & (last_write < 0), torch.where(continues, CARRIED, INITIAL), source_after)
         source = _source_of_each(source_after, starts, continues)
-        stages, depth = _stages(source, fused)
+        stages, depth = _stages(source, fused, starts)
         last_real = _last_column(is_real)[:, -1]
         row = torch.arange(len(last_real), device=last_real.device)
         seen = last_real >= 0
@@ -188,13 +188,14 @@ def _source_of_each(source_after: Tensor, starts: Tensor, continues: Tensor) -> 
     return torch.where(starts, INITIAL, before)
 
 
-def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[Stage, ...], int]:
-    """The stages of all rows together, and the depth of the deepest row. One transfer from the device."""
+def _stages(source: Tensor, fused: Tensor, starts: Tensor) -> tuple[tuple[Stage, ...], int]:
+    """The stages of all rows together, and the depth of the deepest document. One transfer from the device."""
     read = torch.where(fused, source, INITIAL)
     newest = read.clamp(min=CARRIED).cummax(dim=1).values
     before = torch.cat([torch.full_like(newest[:, :1], CARRIED), newest[:, :-1]], dim=1)
-    # Each state of this call that a row reads opens one stage of it: none is written between a read and its source.
-    depth = 1 + (newest > before).sum(dim=1).amax()
+    # Each state of this call that a document reads opens one stage of it: none is written between a read and its source.
+    opened = (newest > before).cumsum(dim=1)
+    depth = 1 + (opened - torch.where(starts, opened, 0).cummax(dim=1).values).amax()
     initial = fused & (source == INITIAL)
     facts = torch.stack([read.amax(dim=0), fused.any(dim=0), initial.any(dim=0), depth.expand(len(read[0]))]).tolist()
     last_read, any_fused, any_initial, depths = facts

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from crosscurrent.models.checkpoints import refuse_misspelt_settings
+from crosscurrent.models.checkpoints import refuse_misspelt_settings, refuse_other_model_type
 from crosscurrent.recurrence import Schedule, Sequential, as_solver, solver_to_dict
 
 
@@ -65,12 +65,21 @@ class RLTConfig(PreTrainedConfig):
     prompt_recurrence: bool = True
     solver: Any = None
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        refuse_other_model_type(cls, config_dict)
+        return super().from_dict(config_dict, **kwargs)
+
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_misspelt_settings(self, kwargs)
         super().__post_init__(**kwargs)
         Schedule(self.feedback_interval)
-        self.solver = solver_to_dict(as_solver(self.solver if self.solver is not None else Sequential()))
+        if self.solver is None:
+            self.solver = Sequential()
         self._check_sizes()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, solver_to_dict(as_solver(value)) if name == "solver" and value is not None else value)
 
     @property
     def head_dim(self) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from crosscurrent.models.checkpoints import refuse_misspelt_settings
+from crosscurrent.models.checkpoints import refuse_misspelt_settings, refuse_other_model_type
 from crosscurrent.recurrence import Jacobi, Schedule, as_solver, solver_to_dict
 
 
@@ -44,6 +44,11 @@ class T2MLRConfig(PreTrainedConfig):
     detach_residual: bool = False
     solver: Any = None
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        refuse_other_model_type(cls, config_dict)
+        return super().from_dict(config_dict, **kwargs)
+
     def __post_init__(self, **kwargs: Any) -> None:
         base, self.base_config = self.base_config, None  # set last: what the base has must not look like our own
         base = _as_config(base)
@@ -57,7 +62,8 @@ class T2MLRConfig(PreTrainedConfig):
             "_attn_implementation_internal"
         )  # on to the base, if one was asked for
         Schedule(self.feedback_interval)
-        self.solver = solver_to_dict(as_solver(self.solver if self.solver is not None else Jacobi()))
+        if self.solver is None:
+            self.solver = Jacobi()
         if self.base_config is not None:
             check_layer_range(self.layer_start, self.layer_end, self.get_text_config().num_hidden_layers)
 
@@ -70,6 +76,8 @@ class T2MLRConfig(PreTrainedConfig):
         base = self.__dict__.get("base_config")
         if _is_own_field(base, name):
             setattr(base, name, value)  # use_cache, pad_token_id, ...: there is one of each, the base's
+        elif name == "solver" and value is not None:
+            super().__setattr__(name, solver_to_dict(as_solver(value)))
         else:
             super().__setattr__(name, value)
 

@@ -448,6 +448,8 @@ def _find_layers(model: nn.Module) -> tuple[nn.Module, str]:
 def _refuse_unsupported_base(base: Any) -> None:
     if isinstance(base, T2MLRForCausalLM):
         raise ValueError("the base is a retrofitted model already: retrofit the model it was made from.")
+    if isinstance(base, RecurrentCausalLM):
+        raise ValueError(f"the base is a {type(base).__name__}, which is recurrent already.")
     if not isinstance(base, PreTrainedModel):
         raise ValueError(f"base is a {type(base).__name__}: give a transformers causal language model.")
     if base.config.is_encoder_decoder:
