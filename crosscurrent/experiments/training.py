@@ -18,10 +18,11 @@ def train(
     loss_of: Callable[[int], Tensor],
     steps: int,
     warm_up_steps: int,
+    weight_decay: float = 0.0,
 ) -> Iterator[float]:
     """Train for `steps` steps, yielding the loss of each one after its update.
 
-    AdamW (0.9, 0.95) without weight decay; the learning rates rise and fall linearly; gradients are clipped. A loss that
+    AdamW (0.9, 0.95); the learning rates rise and fall linearly; gradients are clipped. A loss that
     is not finite stops the training before it reaches the weights.
 
     Args:
@@ -29,6 +30,7 @@ def train(
         groups: parameters with their learning rates, as torch's optimizers take them.
         loss_of: the loss of step number 0, 1, ...
         warm_up_steps: over which the learning rates rise.
+        weight_decay: of AdamW.
 
     Raises:
         ValueError: a loss is not finite.
@@ -40,7 +42,7 @@ def train(
         >>> losses[-1] < losses[0]
         True
     """
-    optimizer = AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = AdamW(groups, betas=(0.9, 0.95), weight_decay=weight_decay)
     schedule = LambdaLR(optimizer, lambda step: _share(step, steps, warm_up_steps))
     model.train()
     for step in range(steps):
