@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
-OLDEST_TRANSFORMERS := transformers==5.5.0 huggingface_hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9
+OLDEST_TRANSFORMERS := transformers==5.8.0 huggingface_hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9
 PYTEST_OPTIONS ?=
 
 .PHONY: setup demo test test-oldest lint format clean

