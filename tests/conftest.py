@@ -40,12 +40,18 @@ def exact_arithmetic() -> Iterator[None]:
 
 
 @pytest.fixture
-def record_figures(capsys: pytest.CaptureFixture[str]) -> Callable[[str, dict[str, float]], None]:
-    """Print measured figures into the test run's own output."""
+def record_figures(record_property: Callable[[str, object], None]) -> Callable[[str, dict[str, float]], None]:
+    """Keep measured figures for the summary at the end of the run."""
 
     def record(what: str, figures: dict[str, float]) -> None:
-        line = ", ".join(f"{name} {value:.1e}" for name, value in figures.items())
-        with capsys.disabled():
-            print(f"\n{what}: largest difference to sequential: {line}", flush=True)
+        record_property(what, ", ".join(f"{name} {value:.1e}" for name, value in figures.items()))
 
     return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = [line for report in terminalreporter.getreports("passed") for line in report.user_properties]
+    if lines:
+        terminalreporter.section("largest differences measured")
+    for what, figures in sorted(lines):
+        terminalreporter.line(f"{what}: {figures}")

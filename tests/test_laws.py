@@ -277,7 +277,7 @@ def test_exactness_of_jacobi(subject: str, record_figures: Any) -> None:
         "state": largest_difference(cache_of(jacobi).state.register, cache_of(exact).state.register),
         "gradients": largest_difference(gradients(model, jacobi.loss), gradients(model, exact.loss)),
     }
-    record_figures(subject, differences)
+    record_figures(f"Jacobi with T iterations against sequential, {subject}", differences)
     assert differences["logits"] < EXACT and differences["state"] < EXACT and differences["gradients"] < 1e-10
     for iterations in range(1, T):
         partial = model(ids, solver=cc.Jacobi(iterations, 1))
