@@ -50,6 +50,7 @@ class Call:
         branch: the cache to write to, or None.
         given: the caller's own cache, untouched until `finish`.
         keeps_cache: whether the caller gets a cache back.
+        returns_dict: whether the caller gets an output object, not a tuple.
     """
 
     plan: Plan
@@ -60,8 +61,9 @@ class Call:
     branch: RecurrentCache | None
     given: RecurrentCache | None
     keeps_cache: bool
+    returns_dict: bool
 
-    def finish(self, result: RecurrentCausalLMOutput, solution: Solution) -> RecurrentCausalLMOutput:
+    def finish(self, result: RecurrentCausalLMOutput, solution: Solution) -> RecurrentCausalLMOutput | tuple[Any, ...]:
         """Hand over the cache and the report, now that the call has succeeded."""
         result["solver_report"] = solution.report
         if self.keeps_cache:
@@ -69,7 +71,7 @@ class Call:
             self.branch.state, self.branch.key_labels = solution.state, self.key_labels
             self.branch.is_plain = self.is_plain
             result[CACHE_NAME] = self.branch.commit_to(self.given)
-        return result
+        return result if self.returns_dict else result.to_tuple()
 
 
 def begin_call(
@@ -85,6 +87,7 @@ def begin_call(
     cache: Any,
     use_cache: bool | None,
     solver: Solver | None,
+    return_dict: bool | None,
 ) -> Call:
     """Check what was passed to `forward` (its docstring tells what each argument means) and complete it.
 
@@ -119,6 +122,7 @@ def begin_call(
         else None,
         given=given,
         keeps_cache=keeps_cache,
+        returns_dict=bool(config.return_dict if return_dict is None else return_dict),
     )
 
 

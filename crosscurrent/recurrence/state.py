@@ -1,7 +1,7 @@
 """The carried state as an explicit value: passed in, returned, and never kept on a module."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,9 +40,5 @@ class RecurrentState:
         return self.register.shape[0]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentState":
-        """The state with each of its tensors changed: rows reordered, repeated or selected, moved to a device, saved."""
+        """The state with each of its tensors changed: rows reordered, repeated or selected, moved to a device, detached."""
         return RecurrentState(change(self.register), change(self.num_tokens), change(self.segment))
-
-    def detach(self) -> "RecurrentState":
-        """The same values without their gradient history."""
-        return replace(self, register=self.register.detach())

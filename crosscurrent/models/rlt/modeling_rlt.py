@@ -227,6 +227,7 @@ class RLTForCausalLM(RecurrentCausalLM):
             cache=cache if cache is not None else past_key_values,
             use_cache=use_cache,
             solver=solver,
+            return_dict=return_dict,
         )
         _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -236,8 +237,8 @@ class RLTForCausalLM(RecurrentCausalLM):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
         loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)
-        result = call.finish(RecurrentCausalLMOutput(loss=loss, logits=logits), solution)
-        return result.to_tuple() if not (self.config.return_dict if return_dict is None else return_dict) else result
+        result = RecurrentCausalLMOutput(loss=loss, logits=logits)
+        return call.finish(result, solution)
 
 
 def _extender(cache: RecurrentCache | None, index: int) -> Extend:

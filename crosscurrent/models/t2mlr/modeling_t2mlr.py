@@ -201,6 +201,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             cache=cache,
             use_cache=use_cache,
             solver=solver,
+            return_dict=return_dict,
         )
         run = _Run(self, call)
         loop = LayerLoop(self.layers, self.config.layer_start, self.config.layer_end, run.solve, self._mask_edit(call))
@@ -224,8 +225,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             hidden_states=run.sorted_hidden_states(output.hidden_states),
             attentions=run.checked_attentions(output.attentions),
         )
-        call.finish(result, run.solution)
-        return result.to_tuple() if not (self.config.return_dict if return_dict is None else return_dict) else result
+        return call.finish(result, run.solution)
 
     def _check_mode(self, cache: Any, use_cache: bool | None, kwargs: dict[str, Any]) -> bool | None:
         """Refuse or tell what would go wrong unnoticed. Returns use_cache, as it is to be."""
