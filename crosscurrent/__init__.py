@@ -1,10 +1,11 @@
 """Temporal recurrence for decoder-only Transformers: T2MLR and RLT on PyTorch and Hugging Face transformers.
 
-Importing this package registers both models with transformers' Auto classes and has no other effect.
+Importing this package registers its models with transformers' Auto classes and has no other effect.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
 from crosscurrent.models.base import load_base, load_tokenizer
 from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.rlt import RLTCache, RLTConfig, RLTForCausalLM
@@ -16,6 +17,8 @@ __all__ = [
     "CheckpointError",
     "ConvergenceError",
     "Jacobi",
+    "LSTMConfig",
+    "LSTMForCausalLM",
     "RLTCache",
     "RLTConfig",
     "RLTForCausalLM",
@@ -31,6 +34,10 @@ __all__ = [
     "retrofit",
 ]
 
-for _config_class, _model_class in ((T2MLRConfig, T2MLRForCausalLM), (RLTConfig, RLTForCausalLM)):
+for _config_class, _model_class in (
+    (T2MLRConfig, T2MLRForCausalLM),
+    (RLTConfig, RLTForCausalLM),
+    (LSTMConfig, LSTMForCausalLM),
+):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
     AutoModelForCausalLM.register(_config_class, _model_class, exist_ok=True)

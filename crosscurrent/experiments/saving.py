@@ -23,9 +23,9 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, overwrite: bool = False
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, overwrite: bool = False
 ) -> None:
-    """Save a model and its tokenizer, for transformers to load from `folder`.
+    """Save a model and its tokenizer, if it has one, for transformers to load from `folder`.
 
     Everything is written beside the folder first and moved there when complete. If that fails, what was at `folder`
     before is still there.
@@ -43,7 +43,8 @@ def save_model(
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
         _replace(folder, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size, V vocab_size.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -159,6 +160,18 @@ class RLTForCausalLM(RecurrentCausalLM):
             init.ones_(module.weight)
         if isinstance(module, Merge):
             init.normal_(module.start_state, std=self.config.initializer_range)
+
+    def set_feedback_scale(self, feedback_scale: float) -> None:
+        """Change alpha of the merge (equation 2.11), in the configuration as well.
+
+        Raises:
+            ValueError: the model has no feedback, or the number is not finite.
+        """
+        if self.model.merge is None:
+            raise ValueError("feedback_interval is None: an RLT-0 has no feedback whose scale could be set.")
+        if not math.isfinite(feedback_scale):
+            raise ValueError(f"feedback_scale={feedback_scale} is not allowed: give a finite number.")
+        self.config.feedback_scale = self.model.merge.feedback_scale = feedback_scale
 
     def start_state(self, batch_size: int) -> RecurrentState:
         return self.model.start_state(batch_size)

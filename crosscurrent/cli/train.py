@@ -1,0 +1,132 @@
+"""`crosscurrent train`, `crosscurrent reproduce` and `crosscurrent recipes`"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CHANGES = "Values to change, as key.key=value (the value as in YAML)."
+
+
+def recipes() -> None:
+    """List the recipes that come with the package.
+
+    Each is STUDY/TASK/MODEL. `crosscurrent train` takes one, `crosscurrent reproduce` a whole study.
+
+    \b
+    Example: crosscurrent recipes | grep parity
+    """
+    from crosscurrent.experiments.study import recipe_names
+
+    typer.echo("\n".join(recipe_names()))
+
+
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A .yaml file, or a name that `crosscurrent recipes` lists.")
+    ],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES)] = None,
+    output: Annotated[
+        Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")
+    ] = None,
+) -> None:
+    """Train a model on a task, select a checkpoint by validation, and test it.
+
+    The folder holds the resolved recipe, every metric of every step, predictions and the selected model. If the command is
+    stopped, the same command goes on from the last checkpoint. On several GPUs:
+
+    \b
+        torchrun --nproc-per-node 4 -m crosscurrent train RECIPE ...
+    \b
+    Example: crosscurrent train rlt/mini/parity/rlt-1
+             crosscurrent train rlt/mini/parity/rlt-1 seed=7 training.max_steps=100 model.hidden_size=32
+             crosscurrent train my.yaml --output runs/mine
+    """
+    from crosscurrent.experiments.run import run
+    from crosscurrent.experiments.settings import overrides
+    from crosscurrent.experiments.study import find_recipe
+
+    name, found = find_recipe(recipe, overrides(changes or []))
+    folder = output if output is not None else Path("runs") / name / f"seed-{found.seed}"
+    result = run(found, folder, name)
+    if result is not None:
+        typer.echo(_scores(found.task.name, result))
+        typer.echo(f"Written: {folder}")
+
+
+def _scores(task: str, result: dict) -> str:
+    lines = [
+        f"{task}: the weights of step {result['selected_step']} had the lowest validation loss, "
+        f"{result['validation']['validation_loss']:.4f}",
+        f"{result['num_parameters']:,} parameters, {result['seconds_per_step']:.3f} s per step, "
+        f"{result['training_seconds']:.0f} s in all",
+        "",
+    ]
+    scores = result["test"]
+    names = [name for name in next(iter(scores.values())) if name not in ("loss", "num_examples")]
+    lines.append(f"{'length':>8}" + "".join(f"{name:>16}" for name in names) + "   (% right)")
+    for length, found in scores.items():
+        lines.append(f"{length:>8}" + "".join(f"{100 * found[name]:>16.2f}" for name in names))
+    return "\n".join(lines)
+
+
+def reproduce(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="rlt, or a .yaml file with a study of your own.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES)] = None,
+    scale: Annotated[str | None, typer.Option(help="mini: two CPU cores. paper: the published sizes.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="TASK,...", show_default="all", help="Tasks to run.")] = None,
+    models: Annotated[str | None, typer.Option(metavar="MODEL,...", show_default="all", help="Models to run.")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="SEED,...", show_default="all", help="Seeds to run.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(show_default="runs/STUDY-SCALE", help="The folder of the study's runs.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be run.")] = False,
+) -> None:
+    """Run a study: every task with every model and seed, as far as it has not been run.
+
+    Stop it whenever you like; the same command goes on. Start it several times, also on other machines that share the
+    folder, and the processes divide the runs among them. `crosscurrent report` shows what there is at any time.
+
+    \b
+    Example: crosscurrent reproduce rlt --scale mini --only parity,s5_swaps
+             crosscurrent reproduce rlt --scale mini --plan
+             OMP_NUM_THREADS=1 crosscurrent reproduce rlt --scale mini --seeds 42 &
+             OMP_NUM_THREADS=1 crosscurrent reproduce rlt --scale mini --seeds 43
+    """
+    from crosscurrent.experiments.grid import open_grid, run_grid
+    from crosscurrent.experiments.settings import overrides
+    from crosscurrent.experiments.study import find_study
+
+    name, found = find_study(study, scale)
+    runs = found.plan(name, _words(only), _words(models), _numbers(seeds), overrides(changes or []))
+    folder = output if output is not None else Path("runs") / name.replace("/", "-")
+    if plan:
+        typer.echo("\n".join(f"{folder / run.name}{_state(folder / run.name)}" for run in runs))
+        return
+    open_grid(folder, name, found.seeds, runs)
+    report = run_grid(folder, runs, typer.echo)
+    typer.echo(
+        f"{len(report.finished)} runs done now, {len(report.were_done)} before, {len(report.busy)} by other processes, "
+        f"{len(report.failed)} failed"
+    )
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _state(folder: Path) -> str:
+    from crosscurrent.experiments.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    return "  done" if run.is_done else "  begun" if run.recipe_file.exists() else ""
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",")] if text else []
+
+
+def _numbers(text: str | None) -> list[int]:
+    words = _words(text)
+    strange = [word for word in words if not word.isdecimal()]
+    if strange:
+        raise typer.BadParameter(f"--seeds: {strange[0]!r} is not a number.")
+    return [int(word) for word in words]

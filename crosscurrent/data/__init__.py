@@ -1,0 +1,1 @@
+"""What a data loader reads."""

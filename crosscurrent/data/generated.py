@@ -1,0 +1,92 @@
+"""Examples of a generated task as a dataset: made when asked for, by index, and never stored.
+
+Shapes: B examples, T positions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from crosscurrent.tasks import IGNORED, Example, Task
+from crosscurrent.tasks.splits import Split, random_numbers
+
+
+@dataclass(frozen=True)
+class TrainingExamples(Dataset[Example]):
+    """The training examples of a run, in their order: number i belongs to step i // batch_size.
+
+    Each group of examples has one length, drawn anew, so that nothing is padded (but sums of numbers of different
+    lengths). Everything follows from the index, so a run that goes on needs no state of its data, and any
+    number of processes sees the same batches.
+
+    Args:
+        task: the task.
+        lengths: to draw from.
+        seed: of the data.
+        batch_size: examples per step, over all processes.
+        group_size: examples of one length; it divides batch_size.
+        num_steps: of the run.
+        prefix_supervision: None: as the task does.
+        longest: for each step the greatest length to draw; None: no limit.
+    """
+
+    task: Task
+    lengths: tuple[int, ...]
+    seed: int
+    batch_size: int
+    group_size: int
+    num_steps: int
+    prefix_supervision: bool | None = None
+    longest: Callable[[int], int] | None = None
+
+    def __len__(self) -> int:
+        return self.batch_size * self.num_steps
+
+    def __getitem__(self, index: int) -> Example:
+        return self.task.example("train", self.length(index), index, self.seed, self.prefix_supervision)
+
+    def length(self, index: int) -> int:
+        """The payload length of example number `index`."""
+        allowed = self.lengths
+        if self.longest is not None:
+            limit = self.longest(index // self.batch_size)
+            allowed = tuple(length for length in allowed if length <= limit) or (min(allowed),)
+        return random_numbers("lengths", self.seed, index // self.group_size).choice(allowed)
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Model inputs and targets: input_ids and labels [B, T] int64; attention_mask [B, T] if something is padded.
+
+    The labels are not shifted: labels[:, i] is what the logits at position i should say.
+
+    Example:
+        >>> batch = collate([Example((2, 0, 1), (-100, -100, 1)), Example((2, 1), (-100, 1))])
+        >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
+        ([[-100, -100, 1], [-100, 1, -100]], [[1, 1, 1], [1, 1, 0]])
+    """
+    longest = max(len(example.tokens) for example in examples)
+    rows = [(example, longest - len(example.tokens)) for example in examples]
+    batch = {
+        "input_ids": torch.tensor([(*example.tokens, *[0] * short) for example, short in rows]),
+        "labels": torch.tensor([(*example.targets, *[IGNORED] * short) for example, short in rows]),
+    }
+    if any(short for _, short in rows):
+        batch["attention_mask"] = torch.tensor([[1] * (longest - short) + [0] * short for _, short in rows])
+    return batch
+
+
+def held_out(
+    task: Task,
+    split: Split,
+    length: int,
+    count: int,
+    seed: int,
+    prefix_supervision: bool | None = None,
+    batch_size: int = 256,
+) -> list[dict[str, Tensor]]:
+    """The first `count` examples of a length, in batches of at most `batch_size`."""
+    examples = [task.example(split, length, index, seed, prefix_supervision) for index in range(count)]
+    return [collate(examples[start : start + batch_size]) for start in range(0, count, batch_size)]

@@ -1,0 +1,1 @@
+"""Measuring models: how well they do on lengths they were not trained on."""

@@ -1,0 +1,186 @@
+"""Scores of a model on held-out examples, length by length.
+
+Shapes: N examples, S supervised positions (the most of any example), B rows, T positions.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosscurrent.data.generated import held_out
+from crosscurrent.recurrence import Solver
+from crosscurrent.tasks import IGNORED, Task
+from crosscurrent.tasks.splits import Split
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model said at the supervised positions of N examples of one length.
+
+    Attributes:
+        predicted, targets: [N, S] int64 token ids; IGNORED after an example's last supervised position.
+        loss: mean cross-entropy over what the loss covers.
+        generated: [N, S] the answer as the model writes it by itself, for tasks that ask for it.
+    """
+
+    predicted: Tensor
+    targets: Tensor
+    loss: float
+    generated: Tensor | None = None
+
+
+def _final(answers: Predictions) -> float:
+    last = (answers.targets != IGNORED).sum(dim=1, keepdim=True) - 1
+    right = answers.predicted.gather(1, last) == answers.targets.gather(1, last)
+    return right.float().mean().item()
+
+
+def _tokens(answers: Predictions) -> float:
+    asked = answers.targets != IGNORED
+    return (answers.predicted == answers.targets)[asked].float().mean().item()
+
+
+def _sequence(answers: Predictions) -> float:
+    return (answers.predicted == answers.targets).all(dim=1).float().mean().item()
+
+
+def _exact(answers: Predictions) -> float:
+    assert answers.generated is not None
+    return (answers.generated == answers.targets).all(dim=1).float().mean().item()
+
+
+METRICS: dict[str, Callable[[Predictions], float]] = {
+    "final": _final,  # the final answer
+    "prefix": _tokens,  # every supervised position, each counted once
+    "sequence": _sequence,  # all positions of the sequence
+    "answer_tokens": _tokens,  # the answer's tokens, each after the right ones before it
+    "exact": _exact,  # the whole answer, written greedily by the model itself
+}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Which examples a model is scored on.
+
+    Args:
+        task: the task.
+        split: "validation" or "test".
+        lengths: of the payloads.
+        count: examples per length.
+        seed: of the data.
+        prefix_supervision: whether the loss covers every prefix; None: as the task does.
+        batch_size: rows per forward call.
+        solver: how a recurrent model solves them; None: as it is configured.
+    """
+
+    task: Task
+    split: Split
+    lengths: tuple[int, ...]
+    count: int
+    seed: int
+    prefix_supervision: bool | None = None
+    batch_size: int = 256
+    solver: Solver | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the model's forward and generate."""
+        return {} if self.solver is None else {"solver": self.solver}
+
+    def of_length(self, length: int) -> list[dict[str, Tensor]]:
+        """Batches with two kinds of targets: `labels`, which the loss covers, and `answers`, which the metrics judge."""
+        asked = replace(self, prefix_supervision=None)
+        return [
+            batch | {"answers": judged["labels"]}
+            for batch, judged in zip(self._batches(length), asked._batches(length), strict=True)
+        ]
+
+    def _batches(self, length: int) -> list[dict[str, Tensor]]:
+        return held_out(
+            self.task, self.split, length, self.count, self.seed, self.prefix_supervision, self.batch_size
+        )
+
+
+def metrics_of(task: Task, answers: Predictions) -> dict[str, float]:
+    """The task's metrics, as shares from 0 to 1."""
+    return {name: METRICS[name](answers) for name in task.metrics}
+
+
+def predict(
+    model: PreTrainedModel, examples: Examples, generates: bool, logit_scale: float = 1.0
+) -> Iterator[tuple[int, Predictions]]:
+    """For each length what the model says.
+
+    Args:
+        model: in evaluation mode.
+        examples: what to ask.
+        generates: whether answers are also generated, if the task has a metric of that.
+        logit_scale: a factor of the logits in the loss.
+    """
+    generates = generates and "exact" in examples.task.metrics
+    for length in examples.lengths:
+        batches = examples.of_length(length)
+        parts = [_predict_batch(model, batch, logit_scale, examples.options) for batch in batches]
+        num_targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+        yield (
+            length,
+            Predictions(
+                predicted=_stack([predicted for predicted, _ in parts]),
+                targets=_stack([_squeeze(batch["answers"], batch["answers"]) for batch in batches]),
+                loss=sum(loss for _, loss in parts) / num_targets,
+                generated=_stack([_generate(model, batch, examples.options) for batch in batches]) if generates else None,
+            ),
+        )
+
+
+@torch.no_grad()
+def _predict_batch(model: PreTrainedModel, batch: dict[str, Tensor], logit_scale: float, options: dict[str, Any]) -> tuple[Tensor, float]:
+    """Predicted ids [B, S] at the answers' positions, and the summed loss."""
+    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
+    logits = model(**inputs, use_cache=False, **options).logits.float().cpu() * logit_scale
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+    return _squeeze(logits.argmax(dim=-1), batch["answers"]), loss.item()
+
+
+def _squeeze(values: Tensor, labels: Tensor) -> Tensor:
+    """[B, S] the values at supervised positions, in order, IGNORED after the last."""
+    asked = labels != IGNORED
+    width = int(asked.sum(dim=1).max())
+    order = (~asked).to(torch.int8).argsort(dim=1, stable=True)[:, :width]
+    return values.gather(1, order).masked_fill(~asked.gather(1, order), IGNORED)
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[1]), value=IGNORED) for part in parts])
+
+
+@torch.no_grad()
+def _generate(model: PreTrainedModel, batch: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """[B, S] the tokens that the model writes after each prompt, as many as the answer has, IGNORED after that.
+
+    Prompts of one length run together. The prompt ends where the first target is asked.
+    """
+    targets = _squeeze(batch["answers"], batch["answers"])
+    starts = (batch["answers"] != IGNORED).to(torch.int8).argmax(dim=1)
+    written = torch.full_like(targets, IGNORED)
+    for start in starts.unique().tolist():
+        rows = (starts == start).nonzero().flatten()
+        prompts = batch["input_ids"][rows, : start + 1].to(model.device)
+        width = targets.shape[1]
+        whole = model.generate(  # type: ignore[operator]
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=width,
+            min_new_tokens=width,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+        written[rows] = whole[:, start + 1 :].cpu()
+    return written.masked_fill(targets == IGNORED, IGNORED)

@@ -1,0 +1,134 @@
+"""The models a recipe can name, all by one way of giving a size."""
+
+from abc import abstractmethod
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from crosscurrent.experiments.settings import Settings
+from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
+from crosscurrent.models.rlt import RLTConfig, RLTForCausalLM
+from crosscurrent.models.t2mlr import T2MLRConfig, T2MLRForCausalLM
+from crosscurrent.recurrence import solver_from_dict
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Size(Settings):
+    """What every architecture is given.
+
+    Attributes:
+        hidden_size: width of the stream.
+        num_hidden_layers: all layers, whatever their kind.
+        num_attention_heads, intermediate_size: an LSTM has neither and passes over them.
+        vocab_size: None: the task's. The RLT report's models have 277 rows.
+    """
+
+    hidden_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    intermediate_size: Count
+    vocab_size: Count | None = None
+
+    @abstractmethod
+    def build(self, vocab_size: int) -> PreTrainedModel:
+        """A new model with random weights.
+
+        Raises:
+            ValueError: the sizes do not fit together.
+        """
+
+
+class TransformerRecipe(Size):
+    """A transformers Llama."""
+
+    architecture: Literal["transformer"]
+
+    def build(self, vocab_size: int) -> PreTrainedModel:
+        return LlamaForCausalLM(self._llama(vocab_size))
+
+    def _llama(self, vocab_size: int) -> LlamaConfig:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}."
+            )
+        return LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+
+class T2MLRRecipe(TransformerRecipe):
+    """A random Llama whose layers [layer_start, layer_end) are recurrent."""
+
+    architecture: Literal["t2mlr"]  # type: ignore[assignment]
+    layer_start: Annotated[int, Field(ge=0)]
+    layer_end: Count
+    feedback_interval: Count | None = 1
+    solver: dict[str, Any] = {"name": "jacobi", "iterations": 16, "backward_iterations": 4}
+
+    def build(self, vocab_size: int) -> PreTrainedModel:
+        config = T2MLRConfig(
+            base_config=self._llama(vocab_size),
+            layer_start=self.layer_start,
+            layer_end=self.layer_end,
+            feedback_interval=self.feedback_interval,
+            solver=solver_from_dict(self.solver),
+        )
+        return T2MLRForCausalLM(config)
+
+
+class RLTRecipe(Size):
+    """An RLT: `num_decoder_layers` of the layers are its decoder, the others its encoder."""
+
+    architecture: Literal["rlt"]
+    num_decoder_layers: Annotated[int, Field(ge=0)]
+    feedback_interval: Count | None = 1
+    feedback_scale: float = 0.1
+    sliding_window: Count = 8
+    num_memory_groups: Count = 1
+    tie_encoder_decoder: bool = False
+    solver: dict[str, Any] = {"name": "sequential"}
+
+    def build(self, vocab_size: int) -> PreTrainedModel:
+        config = RLTConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_encoder_layers=self.num_hidden_layers - self.num_decoder_layers,
+            num_decoder_layers=self.num_decoder_layers,
+            sliding_window=self.sliding_window,
+            num_memory_groups=self.num_memory_groups,
+            feedback_interval=self.feedback_interval,
+            feedback_scale=self.feedback_scale,
+            tie_encoder_decoder=self.tie_encoder_decoder,
+            solver=solver_from_dict(self.solver),
+        )
+        return RLTForCausalLM(config)
+
+
+class LSTMRecipe(Size):
+    """A stack of LSTM layers."""
+
+    architecture: Literal["lstm"]
+
+    def build(self, vocab_size: int) -> PreTrainedModel:
+        return LSTMForCausalLM(
+            LSTMConfig(
+                vocab_size=vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers
+            )
+        )
+
+
+ModelRecipe = Annotated[
+    TransformerRecipe | T2MLRRecipe | RLTRecipe | LSTMRecipe, Field(discriminator="architecture")
+]

@@ -1,0 +1,96 @@
+"""Doing the runs of a study: what is missing, nothing twice, alone or side by side with other processes."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosscurrent.experiments.run import run
+from crosscurrent.experiments.run_folder import BusyError, RunFolder, read_json
+from crosscurrent.experiments.study import PlannedRun
+from crosscurrent.training.telemetry import write_whole
+
+STUDY_FILE = "study.json"
+
+
+@dataclass(frozen=True)
+class GridReport:
+    """What became of the runs: names, and for the failed ones the reason."""
+
+    finished: tuple[str, ...]
+    were_done: tuple[str, ...]
+    busy: tuple[str, ...]
+    failed: dict[str, str]
+
+
+def open_grid(output: Path, study: str, seeds: tuple[int, ...], plan: list[PlannedRun]) -> None:
+    """Make the folder of a study, or make sure that it is this study's and every run in it is as planned.
+
+    Raises:
+        ValueError: it is another study's, or holds a run of another recipe.
+    """
+    file, content = output / STUDY_FILE, {"study": study, "seeds": list(seeds)}
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: give the name of a folder.")
+    if file.exists() and read_json(file) != content:
+        raise ValueError(f"{output} holds another study, {read_json(file)}: give another folder.")
+    for planned in plan:
+        folder = RunFolder(output / planned.name)
+        if folder.recipe_file.exists():
+            folder.open(planned.recipe)
+    output.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
+def run_grid(output: Path, plan: list[PlannedRun], tell: Callable[[str], None]) -> GridReport:
+    """Do what is missing of a plan.
+
+    Several processes, also on several machines that share the folder, may do this at once: each takes runs that no other
+    is at work on. A run that fails does not keep the others from being done.
+
+    Args:
+        output: the study's folder, made by `open_grid`.
+        plan: the runs.
+        tell: called with a line of text for each run.
+
+    Raises:
+        OSError: something cannot be written; what is done stays, and the run can be gone on with.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "a grid is not run under torchrun: start several processes of it side by side, which share the folder, or "
+            "run single recipes under torchrun with `crosscurrent train`."
+        )
+    finished, were_done, busy, failed = [], [], [], {}
+    for number, planned in enumerate(plan, start=1):
+        place = f"[{number}/{len(plan)}] {planned.name}"
+        if RunFolder(output / planned.name).is_done:
+            were_done.append(planned.name)
+            tell(f"{place}: done before")
+            continue
+        try:
+            result = run(planned.recipe, output / planned.name, planned.name)
+        except BusyError:
+            busy.append(planned.name)
+            tell(f"{place}: another process is at work on it")
+        except ValueError as error:
+            failed[planned.name] = str(error)
+            tell(f"{place}: failed: {error}")
+        else:
+            assert result is not None
+            finished.append(planned.name)
+            tell(f"{place}: {summary(planned, result)}")
+    return GridReport(tuple(finished), tuple(were_done), tuple(busy), failed)
+
+
+def summary(planned: PlannedRun, result: dict) -> str:
+    """One line about a finished run."""
+    metric = planned.recipe.task.task.metrics[0]
+    scores = result["test"]
+    first, last = list(scores)[0], list(scores)[-1]
+    return (
+        f"step {result['selected_step']} selected, {metric} {100 * scores[first][metric]:.1f} % at length {first}, "
+        f"{100 * scores[last][metric]:.1f} % at {last}"
+    )

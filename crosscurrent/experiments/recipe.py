@@ -1,0 +1,248 @@
+"""A recipe: everything that one run depends on, validated.
+
+In YAML, as `crosscurrent train` takes it and as every run folder holds it::
+
+    task: {name: parity, prefix_supervision: true}
+    model: {architecture: rlt, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 168,
+            num_decoder_layers: 2, feedback_interval: 1}
+    training: {max_steps: 300, batch_size: 128, learning_rate: 0.001}
+    seed: 42
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from crosscurrent.experiments.architectures import ModelRecipe, RLTRecipe, T2MLRRecipe
+from crosscurrent.experiments.settings import Settings, merge, read_yaml, validated
+from crosscurrent.recurrence import solver_from_dict
+from crosscurrent.tasks import Task, get_task, task_names
+from crosscurrent.tasks.splits import Split
+from crosscurrent.training.schedules import Ramp, Steps
+
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0)]
+
+
+class TaskRecipe(Settings):
+    """Which task, and which of its examples. What is left out, or null, is as in the published study.
+
+    Attributes:
+        name: of a registered task.
+        prefix_supervision: whether the loss covers the answer to every prefix.
+        train_lengths, validation_lengths, test_lengths: of the payloads.
+        num_validation, num_test: examples per length.
+    """
+
+    name: str
+    prefix_supervision: bool
+    train_lengths: tuple[int, ...]
+    validation_lengths: tuple[int, ...]
+    test_lengths: tuple[int, ...]
+    num_validation: Count
+    num_test: Count
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("name") not in task_names():
+            return given  # what is wrong with it is said below
+        task = get_task(given["name"])
+        published = {
+            "prefix_supervision": task.prefix_supervision,
+            "train_lengths": task.lengths.train,
+            "validation_lengths": task.lengths.validation,
+            "test_lengths": task.lengths.test,
+            "num_validation": task.num_validation,
+            "num_test": task.num_test,
+        }
+        return published | {key: value for key, value in given.items() if value is not None}
+
+    @field_validator("name")
+    @classmethod
+    def _is_registered(cls, name: str) -> str:
+        return get_task(name).name
+
+    @model_validator(mode="after")
+    def _lengths_exist(self) -> "TaskRecipe":
+        splits: tuple[tuple[Split, tuple[int, ...]], ...] = (
+            ("train", self.train_lengths),
+            ("validation", self.validation_lengths),
+            ("test", self.test_lengths),
+        )
+        for split, lengths in splits:
+            if not lengths or len(set(lengths)) < len(lengths):
+                raise ValueError(f"{split}_lengths={list(lengths)}: give at least one length, and each once.")
+            for length in lengths:
+                self.task.check_length(length, split)
+        return self
+
+    @property
+    def task(self) -> Task:
+        return get_task(self.name)
+
+
+class TrainingRecipe(Settings):
+    """How a model is trained: AdamW, a warm-up, a cosine to `min_learning_rate`.
+
+    Attributes:
+        max_steps: optimizer steps.
+        batch_size: examples per step, over all processes.
+        microbatch_size: examples per forward call of a process; null: the batch divided by the processes.
+        learning_rate, min_learning_rate, warmup_steps: rise in a straight line, then a cosine that ends at the minimum.
+        weight_decay: of matrices.
+        adam_beta1, adam_beta2: of AdamW.
+        max_grad_norm: gradients are clipped to it.
+        eval_steps: validation, and a checkpoint, every so many steps.
+        precision: "fp32", or autocast to "bf16" or "fp16" (on a GPU).
+        mup_base_width: learning rates and starting weights as for this width (width-muP); null: no scaling.
+    """
+
+    max_steps: Count
+    batch_size: Count
+    microbatch_size: Count | None = None
+    learning_rate: Positive
+    min_learning_rate: Share = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Share = 0.1
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    max_grad_norm: Positive = 1.0
+    eval_steps: Count = 100
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    mup_base_width: Count | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TrainingRecipe":
+        if self.microbatch_size is not None and self.batch_size % self.microbatch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of microbatch_size={self.microbatch_size}."
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}."
+            )
+        return self
+
+
+class Curve(Settings):
+    """A value for every step: `{steps: [[0, 16], [100, 4], [200, 1]]}`, or `{ramp: [4, 32], num_steps: 500}`.
+
+    Attributes:
+        steps: (step, value) pairs; a value holds from its step on.
+        ramp: first and last value of a straight line.
+        num_steps: where the line ends.
+    """
+
+    steps: tuple[tuple[int, float], ...] | None = None
+    ramp: tuple[float, float] | None = None
+    num_steps: Count | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "Curve":
+        if (self.steps is None) == (self.ramp is None) or (self.ramp is None) != (self.num_steps is None):
+            raise ValueError("give either steps, or ramp and num_steps.")
+        self.of_step()
+        return self
+
+    def of_step(self) -> Callable[[int], float]:
+        """The function that gives the value of a step."""
+        if self.steps is not None:
+            return Steps(self.steps)
+        assert self.ramp is not None and self.num_steps is not None
+        return Ramp(*self.ramp, self.num_steps)
+
+
+class CurriculumRecipe(Settings):
+    """What changes in the course of training. Validation and tests see the model as `model` describes it.
+
+    Attributes:
+        feedback_interval: of rlt and t2mlr; rounded to whole numbers.
+        feedback_scale: of rlt.
+        max_length: longer training lengths are not drawn yet.
+    """
+
+    feedback_interval: Curve | None = None
+    feedback_scale: Curve | None = None
+    max_length: Curve | None = None
+
+
+class EvaluationRecipe(Settings):
+    """How models are validated and tested.
+
+    Attributes:
+        solver: of rlt and t2mlr, such as {name: sequential}; null: the one that the model is trained with.
+        batch_size: examples per forward call.
+    """
+
+    solver: dict[str, Any] | None = None
+    batch_size: Count = 256
+
+
+class DataSeeds(Settings):
+    """Seeds of the examples, which all runs of a study share; the defaults are the RLT report's."""
+
+    train: Seed = 20260914
+    validation: Seed = 20260915
+    test: Seed = 20260916
+
+
+class Recipe(Settings):
+    """One run."""
+
+    task: TaskRecipe
+    model: ModelRecipe
+    training: TrainingRecipe
+    evaluation: EvaluationRecipe = EvaluationRecipe()
+    curriculum: CurriculumRecipe = CurriculumRecipe()
+    data_seeds: DataSeeds = DataSeeds()
+    seed: Seed = 42
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        smallest = len(self.task.task.vocabulary)
+        if self.model.vocab_size is not None and self.model.vocab_size < smallest:
+            raise ValueError(f"model.vocab_size={self.model.vocab_size}: {self.task.name} needs at least {smallest}.")
+        interval = getattr(self.model, "feedback_interval", None)
+        if self.curriculum.feedback_interval is not None and interval is None:
+            raise ValueError("curriculum.feedback_interval needs a model with feedback (rlt or t2mlr with an interval).")
+        if self.curriculum.feedback_scale is not None and (not isinstance(self.model, RLTRecipe) or interval is None):
+            raise ValueError("curriculum.feedback_scale needs an rlt with feedback.")
+        if self.evaluation.solver is not None:
+            if self.model.architecture not in ("rlt", "t2mlr"):
+                raise ValueError(f"evaluation.solver has no meaning for architecture={self.model.architecture}.")
+            solver_from_dict(self.evaluation.solver)
+        if self.training.mup_base_width is not None and self.model.architecture == "lstm":
+            raise ValueError("training.mup_base_width has no meaning for an lstm: leave it null.")
+        if isinstance(self.model, RLTRecipe) and self.model.num_decoder_layers >= self.model.num_hidden_layers:
+            raise ValueError(
+                f"model.num_decoder_layers={self.model.num_decoder_layers} leaves no encoder layer of "
+                f"num_hidden_layers={self.model.num_hidden_layers}: at least one is needed."
+            )
+        if isinstance(self.model, T2MLRRecipe) and not (
+            self.model.layer_start < self.model.layer_end <= self.model.num_hidden_layers
+        ):
+            raise ValueError(
+                f"model.layer_start={self.model.layer_start}, layer_end={self.model.layer_end}: allowed is "
+                f"0 <= layer_start < layer_end <= num_hidden_layers={self.model.num_hidden_layers}."
+            )
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size or len(self.task.task.vocabulary)
+
+
+def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> Recipe:
+    """A recipe from a YAML file, with changes on top.
+
+    Raises:
+        ValueError: something in it is not allowed; the message names the file, the key and the nearest valid one.
+        OSError: it cannot be read.
+    """
+    values = read_yaml(path)
+    return validated(Recipe, merge(values, changes or {}) if isinstance(values, dict) else values, str(path))

@@ -1,0 +1,269 @@
+"""One run: train, select by validation, test, and keep everything."""
+
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
+from transformers.integrations import TensorBoardCallback
+
+from crosscurrent.data.generated import TrainingExamples, collate
+from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
+from crosscurrent.experiments.recipe import Recipe, TrainingRecipe
+from crosscurrent.experiments.run_folder import RunFolder
+from crosscurrent.experiments.saving import save_model
+from crosscurrent.recurrence import solver_from_dict
+from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only
+from crosscurrent.training.schedules import set_feedback
+from crosscurrent.training.telemetry import best_step, write_whole
+from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTrainer
+from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
+
+
+def run(recipe: Recipe, path: Path, name: str = "") -> dict[str, Any] | None:
+    """Do a run, or what is missing of it.
+
+    If the process was stopped, at any moment and in any way, the same call goes on from the last checkpoint and comes
+    to the same weights, bit for bit (on a CPU, with the same versions and threads).
+
+    Args:
+        recipe: what to do.
+        path: its folder.
+        name: shown beside the progress bars.
+
+    Returns:
+        What `result.json` holds; None in all processes but the first, if there are several.
+
+    Raises:
+        ValueError: the folder is another run's, or the loss is not finite.
+        BusyError: another process is at work on it.
+        OSError: something cannot be written; the last checkpoint is intact.
+
+    Example::
+
+        result = run(load_recipe(Path("my.yaml")), Path("runs/mine"))
+    """
+    folder = RunFolder(path)
+    if _rank() != 0:
+        _train(recipe, folder, name)
+        return None
+    with folder.claimed():
+        folder.open(recipe)
+        if not folder.is_done:
+            _train(recipe, folder, name)
+            _finish(recipe, folder, name)
+        return folder.result()
+
+
+def build_model(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's model with its starting weights."""
+    set_seed(recipe.seed)
+    model = recipe.model.build(recipe.vocab_size)
+    if recipe.training.mup_base_width is not None:
+        final_norm(model)
+        scale_start(model, _width_share(recipe))
+    return model
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _width_share(recipe: Recipe) -> float:
+    base = recipe.training.mup_base_width
+    return 1.0 if base is None else base / recipe.model.hidden_size
+
+
+def _train(recipe: Recipe, folder: RunFolder, name: str) -> None:
+    """Train to the end, from the last complete checkpoint if there is one."""
+    done = max(complete_steps(folder.checkpoints), default=0)
+    if done >= recipe.training.max_steps:
+        return
+    if _rank() == 0:
+        folder.metrics.cut_after(done)
+    trainer = _trainer(recipe, folder, name, done)
+    trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)
+
+
+def _trainer(recipe: Recipe, folder: RunFolder, name: str, done: int) -> TaskTrainer:
+    training, model = recipe.training, build_model(recipe)
+    arguments = _arguments(training, folder.checkpoints, recipe.seed)
+    curriculum = recipe.curriculum
+    longest = curriculum.max_length.of_step() if curriculum.max_length is not None else None
+    examples = TrainingExamples(
+        task=recipe.task.task,
+        lengths=recipe.task.train_lengths,
+        seed=recipe.data_seeds.train,
+        batch_size=training.batch_size,
+        group_size=training.microbatch_size or training.batch_size,
+        num_steps=training.max_steps,
+        prefix_supervision=recipe.task.prefix_supervision,
+        longest=None if longest is None else lambda step: math.floor(longest(step)),
+    )
+    share = _width_share(recipe)
+    groups = parameter_groups(model, training.learning_rate, training.weight_decay, share)
+    betas = (training.adam_beta1, training.adam_beta2)
+    feedback = _Feedback(recipe, model)
+    trainer = TaskTrainer(
+        model=model,
+        validation=examples_of(recipe, "validation"),
+        logit_scale=share,
+        restore=feedback.restore,
+        args=arguments,
+        train_dataset=examples,
+        data_collator=collate,
+        optimizers=(torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas), None),
+        callbacks=[
+            Curricula(feedback.apply),
+            Recorder(folder.metrics, folder.checkpoints, feedback.values),
+            Progress(name or folder.path.name),
+        ],
+    )
+    if _rank() == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder.tensorboard), purge_step=done + 1)))
+    return trainer
+
+
+def _arguments(training: TrainingRecipe, checkpoints: Path, seed: int) -> TrainingArguments:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    microbatch = training.microbatch_size or training.batch_size // num_processes
+    if training.batch_size % (microbatch * num_processes):
+        raise ValueError(
+            f"training.batch_size={training.batch_size} does not divide into microbatches of {microbatch} for "
+            f"{num_processes} processes: change training.microbatch_size."
+        )
+    return TrainingArguments(
+        output_dir=str(checkpoints),
+        max_steps=training.max_steps,
+        per_device_train_batch_size=microbatch,
+        gradient_accumulation_steps=training.batch_size // (microbatch * num_processes),
+        learning_rate=training.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": training.min_learning_rate},
+        warmup_steps=training.warmup_steps,
+        max_grad_norm=training.max_grad_norm,
+        bf16=training.precision == "bf16",
+        fp16=training.precision == "fp16",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=training.eval_steps,
+        save_strategy="steps",
+        save_steps=training.eval_steps,
+        train_sampling_strategy="sequential",  # the dataset is in its order already
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        report_to="none",  # TensorBoard's callback is given its folder in _trainer
+        dataloader_pin_memory=torch.cuda.is_available(),
+        seed=seed,
+    )
+
+
+class _Feedback:
+    """The curricula of the feedback, applied to a model."""
+
+    def __init__(self, recipe: Recipe, model: PreTrainedModel):
+        self.model = model
+        curriculum = recipe.curriculum
+        self.interval = curriculum.feedback_interval.of_step() if curriculum.feedback_interval is not None else None
+        self.scale = curriculum.feedback_scale.of_step() if curriculum.feedback_scale is not None else None
+        self.final_interval = getattr(recipe.model, "feedback_interval", None) if self.interval is not None else None
+        self.final_scale = getattr(recipe.model, "feedback_scale", None) if self.scale is not None else None
+
+    def values(self, step: int) -> dict[str, float]:
+        """What holds in the step after `step` steps."""
+        values: dict[str, float] = {}
+        if self.interval is not None:
+            values["feedback_interval"] = max(1, round(self.interval(step)))
+        if self.scale is not None:
+            values["feedback_scale"] = self.scale(step)
+        return values
+
+    def apply(self, step: int) -> None:
+        values = self.values(step)
+        interval = values.get("feedback_interval")
+        set_feedback(self.model, None if interval is None else int(interval), values.get("feedback_scale"))
+
+    def restore(self) -> None:
+        """As the recipe describes the model."""
+        set_feedback(self.model, self.final_interval, self.final_scale)
+
+
+def examples_of(recipe: Recipe, split: str) -> Examples:
+    """The held-out examples of a recipe: "validation" or "test"."""
+    is_test = split == "test"
+    return Examples(
+        task=recipe.task.task,
+        split="test" if is_test else "validation",
+        lengths=recipe.task.test_lengths if is_test else recipe.task.validation_lengths,
+        count=recipe.task.num_test if is_test else recipe.task.num_validation,
+        seed=recipe.data_seeds.test if is_test else recipe.data_seeds.validation,
+        prefix_supervision=recipe.task.prefix_supervision,
+        batch_size=recipe.evaluation.batch_size,
+        solver=None if recipe.evaluation.solver is None else solver_from_dict(recipe.evaluation.solver),
+    )
+
+
+def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
+    """Select, test and write the result; then the checkpoints are no longer needed."""
+    validations = folder.metrics.validations()
+    selected = best_step(validations)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint_folder(folder.checkpoints, selected), dtype=torch.float32
+    ).eval()
+    if torch.cuda.is_available():
+        model.to("cuda")
+    if recipe.training.mup_base_width is not None:
+        fold_logit_scale(model, _width_share(recipe))
+    save_model(model, None, folder.model, overwrite=True)
+    answers = _test(model, recipe, name or folder.path.name)
+    _save_predictions(answers, folder.predictions_file)
+    seconds = [row["seconds"] for row in folder.metrics.rows() if "seconds" in row]
+    result = {
+        "selected_step": selected,
+        "validation": next(row for row in validations if row["step"] == selected),
+        "test": {
+            str(length): metrics_of(recipe.task.task, said) | {"loss": said.loss, "num_examples": len(said.targets)}
+            for length, said in answers.items()
+        },
+        "num_parameters": model.num_parameters(),
+        "seconds_per_step": statistics.median(seconds),
+        "training_seconds": round(math.fsum(seconds), 3),
+    }
+    write_whole(folder.result_file, json.dumps(result, indent=2) + "\n")
+    keep_only(folder.checkpoints, set())
+    folder.checkpoints.rmdir()
+
+
+def _test(model: PreTrainedModel, recipe: Recipe, name: str) -> dict[int, Predictions]:
+    examples = examples_of(recipe, "test")
+    answers = {}
+    with tqdm(total=sum(examples.lengths), desc=f"{name}: test", unit="position", leave=False) as bar:
+        for length, said in predict(model, examples, generates=True):
+            answers[length] = said
+            bar.update(length)
+    return answers
+
+
+def _save_predictions(answers: dict[int, Predictions], file: Path) -> None:
+    """[N, S] int16 for each length: `LENGTH.predicted`, `LENGTH.target` and, where asked, `LENGTH.generated`."""
+    tensors = {}
+    for length, said in answers.items():
+        parts = {"predicted": said.predicted, "target": said.targets, "generated": said.generated}
+        tensors |= {
+            f"{length}.{part}": ids.to(torch.int16).contiguous() for part, ids in parts.items() if ids is not None
+        }
+    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    try:
+        save_file(tensors, partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+"""An LSTM language model, as a baseline for state tracking.
+
+Shapes: B rows, T tokens, V vocab_size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutput
+
+from crosscurrent.models.baselines.configuration_lstm import LSTMConfig
+from crosscurrent.models.checkpoints import CheckedLoading
+from crosscurrent.models.inputs import check_token_ids, document_labels, real_tokens
+from crosscurrent.models.outputs import causal_lm_loss
+
+
+class LSTMForCausalLM(CheckedLoading, GenerationMixin):
+    """torch's LSTM under the interface of a transformers model.
+
+    Padding may stand on the right only. There is no cache: `generate` reads the whole sequence again for every token.
+
+    Example:
+        >>> import torch
+        >>> model = LSTMForCausalLM(LSTMConfig(vocab_size=11, hidden_size=16))
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 11])
+    """
+
+    config: LSTMConfig
+    config_class = LSTMConfig
+    base_model_prefix = "lstm"
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __init__(self, config: LSTMConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lstm = nn.LSTM(config.hidden_size, config.hidden_size, config.num_hidden_layers, batch_first=True)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.LSTM):
+            bound = module.hidden_size**-0.5
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Score a batch of sequences.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, T], nonzero for real tokens; padding on the right.
+            inputs_embeds: [B, T, D] in place of input_ids.
+            labels: [B, T] int64, not shifted, -100 to leave out.
+            use_cache: taken for the sake of `generate`; there is no cache.
+            num_items_in_batch: divide the loss by this (gradient accumulation).
+            kwargs: position_ids and return_dict, which change nothing; others are refused.
+
+        Returns:
+            logits [B, T, V] and loss.
+
+        Raises:
+            ValueError: an input does not fit.
+        """
+        unused = sorted(set(kwargs) - {"position_ids", "return_dict", "logits_to_keep", "past_key_values", "cache"})
+        if unused:
+            raise ValueError(f"LSTMForCausalLM.forward does not take {', '.join(unused)}.")
+        check_token_ids(input_ids, inputs_embeds, self.config.vocab_size)
+        stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        is_real = real_tokens(attention_mask, stream.shape[:2], None, stream.device)
+        if bool((is_real[:, 1:] & ~is_real[:, :-1]).any()):
+            raise ValueError("attention_mask has padding before a real token: an LSTM takes padding on the right only.")
+        logits = self.lm_head(self.lstm(stream)[0])
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        token_labels = document_labels(None, None, is_real, is_real.new_zeros(len(is_real), dtype=torch.int64))
+        loss = causal_lm_loss(logits, labels, token_labels, num_items_in_batch)
+        return CausalLMOutput(loss=loss, logits=logits)

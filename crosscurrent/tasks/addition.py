@@ -1,0 +1,57 @@
+"""Addition of decimal numbers, digits reversed, so that carries run in the direction of reading.
+
+Reads `7 1 + 5 = 2 2` after BOS (17 + 5 = 22) and predicts `2 2 <eos>` from "=" on: the answer with its end, each token
+from the right ones before it (teacher forcing). Every prefix: also, at each digit of the second number, the digit of
+the sum there.
+
+For training and validation each number has 1 to `length` digits, drawn at random; for test both have exactly `length`. No
+number begins with a zero, but zero itself.
+"""
+
+import random
+
+from crosscurrent.tasks.splits import Split
+from crosscurrent.tasks.task import BOS, Layout, Lengths, Symbols, Task
+
+EOS = "<eos>"
+
+
+class Addition(Task):
+    """a + b, digit by digit."""
+
+    name = "addition"
+    vocabulary = (*"0123456789", "+", "=", EOS, BOS)
+    chance = 0.1
+    lengths = Lengths((8,), (8,), (9, 10, 11, 12, 14, 16, 32))
+    num_test = 256
+    min_held_out_length = 2
+    metrics = ("answer_tokens", "exact")
+
+    def draw(self, numbers: random.Random, length: int, split: Split) -> Symbols:
+        a, b = (_number(numbers, length if split == "test" else numbers.randint(1, length)) for _ in range(2))
+        return (*a, "+", *b)
+
+    def layout(self, payload: Symbols, prefix_supervision: bool) -> Layout:
+        middle = payload.index("+")
+        a, b = payload[:middle], payload[middle + 1 :]
+        answer = tuple(str(_value(a) + _value(b))[::-1])
+        before = _digits_so_far(a, b) if prefix_supervision else [None] * len(b)
+        return Layout(
+            read=(*payload, "=", *answer),
+            predict=(*[None] * (len(a) + 1), *before, *answer, EOS),
+        )
+
+
+def _number(numbers: random.Random, num_digits: int) -> str:
+    smallest = 10 ** (num_digits - 1) if num_digits > 1 else 0
+    return str(numbers.randrange(smallest, 10**num_digits))[::-1]
+
+
+def _value(reversed_digits: Symbols) -> int:
+    return int("".join(reversed(reversed_digits)))
+
+
+def _digits_so_far(a: Symbols, b: Symbols) -> list[str | None]:
+    """The digit of the sum in each place of b; it depends on that place and the earlier ones alone."""
+    answer = str(_value(a) + _value(b))[::-1].ljust(len(b), "0")
+    return list(answer[: len(b)])

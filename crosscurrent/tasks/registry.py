@@ -1,0 +1,56 @@
+"""Tasks by name."""
+
+from difflib import get_close_matches
+
+from crosscurrent.tasks.addition import Addition
+from crosscurrent.tasks.modular import Mod5Brackets, Mod5Flat
+from crosscurrent.tasks.parity import Parity
+from crosscurrent.tasks.permutations import S5Standard, S5Swaps
+from crosscurrent.tasks.task import Task
+
+_TASKS: dict[str, Task] = {}
+
+
+def register_task(task: Task) -> Task:
+    """Make a task known by its name, to recipes and the command line.
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example::
+
+        register_task(MyTask())
+    """
+    if task.name in _TASKS:
+        raise ValueError(f"there is a task named {task.name!r} already: choose another name.")
+    _TASKS[task.name] = task
+    return task
+
+
+def get_task(name: str) -> Task:
+    """The task of that name.
+
+    Raises:
+        ValueError: there is none; the message names the nearest, and all.
+
+    Example:
+        >>> get_task("parity").chance
+        0.5
+        >>> get_task("partiy")
+        Traceback (most recent call last):
+        ValueError: there is no task 'partiy': did you mean 'parity'? Tasks: addition, mod5_brackets, ...
+    """
+    if name not in _TASKS:
+        near = get_close_matches(name, _TASKS, n=1)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no task {name!r}:{hint} Tasks: {', '.join(task_names())}.")
+    return _TASKS[name]
+
+
+def task_names() -> list[str]:
+    """The names of all tasks, sorted."""
+    return sorted(_TASKS)
+
+
+for _task in (Parity, S5Standard, S5Swaps, Mod5Flat, Mod5Brackets, Addition):
+    register_task(_task())

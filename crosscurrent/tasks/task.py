@@ -1,0 +1,157 @@
+"""What every sequence task is: symbols in, one symbol to predict at each supervised position.
+
+A task describes itself by class attributes and three methods: `draw` makes the payload (what is read), `answers` says
+what is to be predicted after each symbol of it, `text` lays the two out. The rest is shared: examples by index,
+splits that cannot overlap, token ids.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from crosscurrent.tasks.splits import Split, check_request, random_numbers, split_of
+
+BOS = "<bos>"
+IGNORED = -100  # no target here: torch's and transformers' value
+
+Symbols = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids as the model reads them, BOS first, and at each position the id to predict there, or IGNORED.
+
+    Targets are not shifted: `targets[i]` is what the logits at position i should say.
+    """
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An example in symbols: what is read after BOS, and beside each symbol the one to predict there, or None."""
+
+    read: Symbols
+    predict: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Payload lengths of a task's protocol: training, validation and test."""
+
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+    test: tuple[int, ...]
+
+
+class Task(ABC):
+    """A generated problem. Subclasses are registered by name in `crosscurrent.tasks.registry`.
+
+    Attributes:
+        name: as recipes and the command line spell it.
+        vocabulary: every symbol; a symbol's token id is its place. BOS is among them.
+        chance: share of right final answers that guessing gives.
+        lengths: those of the published study.
+        num_validation, num_test: sequences per length in the published study.
+        min_length: the shortest length there is.
+        min_held_out_length: the shortest for validation and test; what is shorter is all left to training.
+        metrics: what is reported, the first one first. See `crosscurrent.evaluation.scoring.METRICS`.
+        prefix_supervision: whether the study supervises every prefix, not only the final answer.
+    """
+
+    name: ClassVar[str]
+    vocabulary: ClassVar[Symbols]
+    chance: ClassVar[float]
+    lengths: ClassVar[Lengths]
+    num_validation: ClassVar[int] = 256
+    num_test: ClassVar[int] = 1024
+    min_length: ClassVar[int] = 1
+    min_held_out_length: ClassVar[int] = 8
+    metrics: ClassVar[tuple[str, ...]] = ("final",)
+    prefix_supervision: ClassVar[bool] = False
+
+    @abstractmethod
+    def draw(self, numbers: random.Random, length: int, split: Split) -> Symbols:
+        """A payload of `length` symbols, uniform or as the task defines."""
+
+    @abstractmethod
+    def layout(self, payload: Symbols, prefix_supervision: bool) -> Layout:
+        """What is read, and what is to be predicted where."""
+
+    def check_length(self, length: int, split: Split) -> None:
+        """Raise ValueError unless the task has examples of this length in this split."""
+        shortest = self.min_length if split == "train" else self.min_held_out_length
+        if length < shortest:
+            raise ValueError(
+                f"length={length} is not allowed for the {split} split of {self.name}: give at least {shortest}."
+            )
+
+    def payload(self, split: Split, length: int, index: int, seed: int = 0) -> Symbols:
+        """The payload number `index` of a split.
+
+        It belongs to one split whatever the seed, so no other seed can bring a test sequence into training.
+
+        Raises:
+            ValueError: there is no such split, the index is negative, or the task has no such length there.
+        """
+        check_request(split, index)
+        self.check_length(length, split)
+        numbers = random_numbers(self.name, split, length, index, seed)
+        while True:
+            payload = self.draw(numbers, length, split)
+            if length < self.min_held_out_length or split_of(f"{self.name} {''.join(payload)}") == split:
+                return payload
+
+    def example(
+        self, split: Split, length: int, index: int, seed: int = 0, prefix_supervision: bool | None = None
+    ) -> Example:
+        """The example number `index` of a split, as token ids.
+
+        Args:
+            split: "train", "validation" or "test".
+            length: of the payload.
+            index: from 0.
+            seed: of the data.
+            prefix_supervision: None: as in the published study.
+
+        Raises:
+            ValueError: as `payload`.
+
+        Example:
+            >>> from crosscurrent.tasks import get_task
+            >>> get_task("parity").example("test", length=8, index=0)
+            Example(tokens=(2, 0, 0, 0, 1, 0, 0, 0, 0), targets=(-100, -100, -100, -100, -100, -100, -100, -100, 1))
+        """
+        every_prefix = self.prefix_supervision if prefix_supervision is None else prefix_supervision
+        layout = self.layout(self.payload(split, length, index, seed), every_prefix)
+        targets = (IGNORED if symbol is None else self.ids[symbol] for symbol in layout.predict)
+        return Example(self.encode(layout.read), (IGNORED, *targets))
+
+    def encode(self, symbols: Sequence[str]) -> tuple[int, ...]:
+        """Token ids, BOS first.
+
+        Raises:
+            ValueError: a symbol is not in the vocabulary.
+        """
+        unknown = sorted(set(symbols) - set(self.ids))
+        if unknown:
+            raise ValueError(f"{self.name} has no symbol {unknown[0]!r}: its vocabulary is {' '.join(self.vocabulary)}.")
+        return (self.ids[BOS], *(self.ids[symbol] for symbol in symbols))
+
+    def decode(self, ids: Sequence[int]) -> Symbols:
+        """The symbols of token ids."""
+        return tuple(self.vocabulary[token] for token in ids)
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Token id of each symbol."""
+        return {symbol: place for place, symbol in enumerate(self.vocabulary)}
+
+
+def supervised(answers: Sequence[str | None], every_prefix: bool) -> tuple[str | None, ...]:
+    """The answers to predict: all of them, or the final one alone."""
+    return tuple(answers) if every_prefix else (*[None] * (len(answers) - 1), answers[-1])

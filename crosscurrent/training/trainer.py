@@ -1,0 +1,186 @@
+"""The Hugging Face Trainer with this project's targets, validation, curricula and telemetry."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor
+from tqdm import tqdm
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from crosscurrent.evaluation.scoring import Examples, metrics_of, predict
+from crosscurrent.tasks import IGNORED
+from crosscurrent.training.checkpoints import keep_only, mark_complete
+from crosscurrent.training.telemetry import MetricsFile, best_step
+
+PREFIX = "eval_"  # transformers' name for what validation measures
+
+
+class TaskTrainer(Trainer):
+    """Trains on targets that are not shifted, and validates length by length.
+
+    Args:
+        model: to train.
+        validation: the examples to validate on.
+        logit_scale: a factor of the logits in the loss (see `crosscurrent.training.width`).
+        restore: called before each validation, so that it sees the model as it is to be used.
+        kwargs: as transformers' Trainer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        validation: Examples,
+        logit_scale: float = 1.0,
+        restore: Callable[[], None] = lambda: None,
+        **kwargs: Any,
+    ):
+        asked_for = kwargs["train_dataset"]  # transformers wants some dataset; `evaluate` has its own examples
+        super().__init__(model=model, compute_loss_func=self._loss, eval_dataset=asked_for, **kwargs)
+        self.validation, self.logit_scale, self.restore = validation, logit_scale, restore
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The microbatches of a step, and how many targets they have together, over all processes."""
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        count = sum((batch["labels"] != IGNORED).sum() for batch in batches)
+        assert isinstance(count, Tensor)
+        return batches, self.accelerator.gather(count.to(self.args.device)).sum()
+
+    def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        logits = outputs["logits"].float() * self.logit_scale
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        if not torch.isfinite(loss):
+            step = self.state.global_step + 1
+            raise ValueError(f"the loss is {loss.item()} at step {step}: lower training.learning_rate.")
+        return loss / num_items_in_batch
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers, with one kind of error for what cannot be written."""
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (SafetensorError, RuntimeError) as error:
+            raise OSError(f"the checkpoint of step {self.state.global_step} cannot be written: {error}") from error
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Loss over all validation examples, and the task's metrics for each length.
+
+        Every process computes all of it, so that all decide alike.
+        """
+        self.restore()
+        model = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        metrics: dict[str, float] = {}
+        losses = []
+        for length, answers in predict(model, self.validation, generates=False, logit_scale=self.logit_scale):
+            losses.append(answers.loss)
+            found = metrics_of(self.validation.task, answers)
+            metrics |= {f"{PREFIX}{name}_{length}": value for name, value in found.items()}
+        metrics = {f"{PREFIX}loss": math.fsum(losses) / len(losses), **metrics}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class Curricula(TrainerCallback):
+    """Sets what changes in the course of training, before each step.
+
+    Args:
+        apply: called with the number of steps done.
+    """
+
+    def __init__(self, apply: Callable[[int], None]):
+        self.apply = apply
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.apply(state.global_step)
+
+
+class Recorder(TrainerCallback):
+    """Writes every step and every validation into the metrics file, and keeps the best and the last checkpoint.
+
+    Args:
+        metrics: the file.
+        checkpoints: the folder of the checkpoints.
+        extra: more values of a step, such as those of the curricula.
+    """
+
+    def __init__(self, metrics: MetricsFile, checkpoints: Path, extra: Callable[[int], dict[str, float]]):
+        self.metrics, self.checkpoints, self.extra = metrics, checkpoints, extra
+        self._started = time.perf_counter()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._seconds = time.perf_counter() - self._started
+        if state.global_step >= state.max_steps:  # also if that is no multiple of eval_steps
+            control.should_evaluate = control.should_save = True
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if "loss" in logs:
+            step = state.global_step
+            names = ("loss", "grad_norm", "learning_rate")
+            row = {"step": step} | {name: logs[name] for name in names if name in logs}
+            self.metrics.append(row | self.extra(step - 1) | {"seconds": round(self._seconds, 6)})
+        elif f"{PREFIX}loss" in logs:
+            found = {name.replace(PREFIX, "validation_"): value for name, value in logs.items() if PREFIX in name}
+            self.metrics.append({"step": state.global_step} | found)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.world_size > 1:
+            torch.distributed.barrier()  # every process has written its part
+        if state.is_world_process_zero:
+            mark_complete(self.checkpoints, state.global_step)
+            keep_only(self.checkpoints, {state.global_step, best_step(self.metrics.validations())})
+
+
+class Progress(TrainerCallback):
+    """A progress bar on stderr, with the last loss.
+
+    Args:
+        description: what is being trained.
+    """
+
+    def __init__(self, description: str):
+        self.description = description
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc=self.description,
+            unit="step",
+            disable=not state.is_world_process_zero,
+        )
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        shown = {name: logs[key] for key, name in (("loss", "loss"), (f"{PREFIX}loss", "validation")) if key in logs}
+        self._shown = {**getattr(self, "_shown", {}), **{name: f"{value:.4f}" for name, value in shown.items()}}
+        self.bar.set_postfix(self._shown, refresh=False)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar.update()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar.close()
