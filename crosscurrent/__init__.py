@@ -5,8 +5,8 @@ Importing this package registers its models with transformers' Auto classes and 
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
 from crosscurrent.models.base import load_base, load_tokenizer
+from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
 from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.rlt import RLTCache, RLTConfig, RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRCache, T2MLRConfig, T2MLRForCausalLM, retrofit

@@ -1,91 +1,56 @@
 """The demonstrations at a size of seconds, and that what they print is what they measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import crosscurrent as cc
 from crosscurrent.experiments import saving
 from crosscurrent.experiments.checks import fingerprint, max_logit_difference
-from crosscurrent.experiments.demo import retrofit, tracking
+from crosscurrent.experiments.demo import retrofit
 from crosscurrent.experiments.demo.retrofit import RetrofitSettings, run_retrofit
-from crosscurrent.experiments.demo.tracking import ModelResult, TrackingSettings, report, run_tracking
+from crosscurrent.experiments.demo.tracking import report, run_tracking
 from crosscurrent.experiments.training import train
 from crosscurrent.models.checkpoints import CheckpointError
 from tests.tiny_base import save_tiny_base
 
-TINY_TRACKING = TrackingSettings(
-    hidden_size=16,
-    intermediate_size=16,
-    num_attention_heads=2,
-    steps=2,
-    batch_size=8,
-    train_lengths=(3, 6),
-    test_lengths=(8, 11),
-    num_test_sequences=20,
-)
-
-
-class Oracle(nn.Module):
-    """Predicts, from BOS and bits, the parity of the bits so far; or its opposite."""
-
-    def __init__(self, is_right: bool):
-        super().__init__()
-        self.is_right = is_right
-
-    def forward(self, tokens: Tensor, use_cache: bool) -> Any:
-        parities = (tokens * (tokens < 2)).cumsum(dim=1) % 2
-        logits = torch.nn.functional.one_hot(parities if self.is_right else 1 - parities, num_classes=3)
-        return SimpleNamespace(logits=logits.float())
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_score_counts_final_parities(is_right: bool) -> None:
-    assert tracking.score(Oracle(is_right), 11, TINY_TRACKING, "oracle") == float(is_right)  # type: ignore[arg-type]
+TINY = {
+    "model": {"hidden_size": 16, "intermediate_size": 16},
+    "training": {"max_steps": 2, "batch_size": 8},
+    "task": {"num_test": 20, "num_validation": 8, "test_lengths": [8, 11]},
+}
 
 
 def test_tracking_saves_what_it_measured(tmp_path: Path) -> None:
-    results = run_tracking(tmp_path / "new", seed=1, settings=TINY_TRACKING)
+    collection = run_tracking(tmp_path / "new", seed=1, changes=TINY)
     saved = json.loads((tmp_path / "new" / "tracking.json").read_text())
-    assert saved["seed"] == 1 and saved["settings"]["steps"] == 2
-    assert list(saved["models"]) == list(results) == ["RLT-1", "Transformer"]
-    for name, result in results.items():
-        assert saved["models"][name]["num_parameters"] == result.num_parameters > 0
-        assert saved["models"][name]["accuracy"] == {str(k): v for k, v in result.accuracy.items()}
-        assert set(result.accuracy) == {8, 11}
+    assert [run.model for run in collection.finished] == ["rlt-1", "transformer"]
+    assert {row["length"] for row in saved} == {8, 11}
+    for row, run in zip(saved[::2], collection.finished, strict=True):
+        assert row["model"] == run.model and run.result is not None and run.seed == 1
+        assert row["mean"] == pytest.approx(100 * run.result["test"]["8"]["final"])
     assert (tmp_path / "new" / "tracking.png").read_bytes().startswith(b"\x89PNG")
+    assert run_tracking(tmp_path / "new", seed=1, changes=TINY) == collection  # nothing is done again
 
 
-def test_tracking_is_reproducible(tmp_path: Path) -> None:
-    def losses(seed: int) -> list[float]:
-        return [result.final_loss for result in run_tracking(tmp_path, seed, TINY_TRACKING).values()]
-
-    assert losses(0) == losses(0) != losses(1)
-
-
-def test_small_rlt_learns_short_parities() -> None:
-    torch.manual_seed(0)
-    settings = TrackingSettings(hidden_size=32, intermediate_size=64, steps=80, batch_size=64, train_lengths=(3, 6))
-    losses = tracking.train_on_parity(tracking.build_rlt(settings), settings, seed=0, name="RLT-1")
-    assert min(losses[:5]) > 0.6 and max(losses[-5:]) < 0.4  # guessing gives 0.69
-
-
-def test_report_states_the_numbers_it_is_given() -> None:
+def test_report_states_the_numbers_it_is_given(tmp_path: Path) -> None:
     """Whoever wins: the text must not know the conclusion."""
-    settings = TrackingSettings(test_lengths=(40, 256))
-    results = {
-        "RLT-1": ModelResult(123456, 1.0, 0.7, {40: 0.5, 256: 0.25}),
-        "Transformer": ModelResult(654321, 2.0, 0.1, {40: 1.0, 256: 0.875}),
-    }
-    text = report(settings, results)
-    assert "At 256 bits, 6.4 times the longest training length: RLT-1 25.0 %, Transformer 87.5 %." in text
-    for figure in ("123,456", "654,321", "50.0", "100.0", "chance 50%"):
+    collection = run_tracking(tmp_path, changes=TINY)
+    shares = {"rlt-1": {8: 0.5, 11: 0.25}, "transformer": {8: 1.0, 11: 0.875}}
+    changed = []
+    for run in collection.runs:
+        assert run.result is not None
+        test = {str(length): {"final": share} for length, share in shares[run.model].items()}
+        changed.append(replace(run, result=run.result | {"test": test, "num_parameters": 123456}))
+    text = report(replace(collection, runs=tuple(changed)))
+    assert "At 11 bits, 0.3 times the longest training length: rlt-1 25.0 %, transformer 87.5 %." in text
+    for figure in ("123,456", "50.0", "100.0", "chance 50%"):
         assert figure in text
 
 

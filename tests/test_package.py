@@ -14,7 +14,7 @@ import transformers
 import crosscurrent as cc
 
 PACKAGE = Path(cc.__file__).parent
-ORDER = ["recurrence", "models", "tasks", "experiments", "cli"]
+ORDER = ["recurrence", "models", "tasks", "data", "evaluation", "training", "experiments", "cli"]
 
 
 def imported_modules(path: Path) -> set[str]:

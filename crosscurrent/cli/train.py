@@ -1,7 +1,7 @@
 """`crosscurrent train`, `crosscurrent reproduce` and `crosscurrent recipes`"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,9 +26,7 @@ def train(
         str, typer.Argument(metavar="RECIPE", help="A .yaml file, or a name that `crosscurrent recipes` lists.")
     ],
     changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES)] = None,
-    output: Annotated[
-        Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")] = None,
 ) -> None:
     """Train a model on a task, select a checkpoint by validation, and test it.
 
@@ -54,7 +52,7 @@ def train(
         typer.echo(f"Written: {folder}")
 
 
-def _scores(task: str, result: dict) -> str:
+def _scores(task: str, result: dict[str, Any]) -> str:
     lines = [
         f"{task}: the weights of step {result['selected_step']} had the lowest validation loss, "
         f"{result['validation']['validation_loss']:.4f}",

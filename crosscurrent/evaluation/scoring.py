@@ -101,9 +101,7 @@ class Examples:
         ]
 
     def _batches(self, length: int) -> list[dict[str, Tensor]]:
-        return held_out(
-            self.task, self.split, length, self.count, self.seed, self.prefix_supervision, self.batch_size
-        )
+        return held_out(self.task, self.split, length, self.count, self.seed, self.prefix_supervision, self.batch_size)
 
 
 def metrics_of(task: Task, answers: Predictions) -> dict[str, float]:
@@ -133,13 +131,17 @@ def predict(
                 predicted=_stack([predicted for predicted, _ in parts]),
                 targets=_stack([_squeeze(batch["answers"], batch["answers"]) for batch in batches]),
                 loss=sum(loss for _, loss in parts) / num_targets,
-                generated=_stack([_generate(model, batch, examples.options) for batch in batches]) if generates else None,
+                generated=_stack([_generate(model, batch, examples.options) for batch in batches])
+                if generates
+                else None,
             ),
         )
 
 
 @torch.no_grad()
-def _predict_batch(model: PreTrainedModel, batch: dict[str, Tensor], logit_scale: float, options: dict[str, Any]) -> tuple[Tensor, float]:
+def _predict_batch(
+    model: PreTrainedModel, batch: dict[str, Tensor], logit_scale: float, options: dict[str, Any]
+) -> tuple[Tensor, float]:
     """Predicted ids [B, S] at the answers' positions, and the summed loss."""
     inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
     logits = model(**inputs, use_cache=False, **options).logits.float().cpu() * logit_scale

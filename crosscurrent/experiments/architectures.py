@@ -1,10 +1,12 @@
 """The models a recipe can name, all by one way of giving a size."""
 
 from abc import abstractmethod
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from pydantic import AfterValidator, Field, field_validator
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosscurrent.experiments.settings import Settings
 from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
@@ -13,6 +15,14 @@ from crosscurrent.models.t2mlr import T2MLRConfig, T2MLRForCausalLM
 from crosscurrent.recurrence import solver_from_dict
 
 Count = Annotated[int, Field(ge=1)]
+
+
+def _valid_solver(solver: dict[str, Any]) -> dict[str, Any]:
+    solver_from_dict(solver)
+    return solver
+
+
+SolverSettings = Annotated[dict[str, Any], AfterValidator(_valid_solver)]
 
 
 class Size(Settings):
@@ -73,7 +83,7 @@ class T2MLRRecipe(TransformerRecipe):
     layer_start: Annotated[int, Field(ge=0)]
     layer_end: Count
     feedback_interval: Count | None = 1
-    solver: dict[str, Any] = {"name": "jacobi", "iterations": 16, "backward_iterations": 4}
+    solver: SolverSettings = {"name": "jacobi", "iterations": 16, "backward_iterations": 4}
 
     def build(self, vocab_size: int) -> PreTrainedModel:
         config = T2MLRConfig(
@@ -96,7 +106,7 @@ class RLTRecipe(Size):
     sliding_window: Count = 8
     num_memory_groups: Count = 1
     tie_encoder_decoder: bool = False
-    solver: dict[str, Any] = {"name": "sequential"}
+    solver: SolverSettings = {"name": "sequential"}
 
     def build(self, vocab_size: int) -> PreTrainedModel:
         config = RLTConfig(
@@ -116,6 +126,42 @@ class RLTRecipe(Size):
         return RLTForCausalLM(config)
 
 
+class AnyRecipe(Size):
+    """Any other causal language model of transformers, by its type: gpt2, qwen3, mamba, ...
+
+    It passes over sizes that its configuration does not have.
+
+    Attributes:
+        model_type: as in the model's config.json.
+        settings: more of its configuration, such as {head_dim: 32}.
+    """
+
+    architecture: Literal["transformers"]
+    model_type: str
+    settings: dict[str, Any] = {}
+
+    @field_validator("model_type")
+    @classmethod
+    def _is_known(cls, model_type: str) -> str:
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            near = get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+            hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise ValueError(f"transformers has no causal language model of type {model_type!r}.{hint}")
+        return model_type
+
+    def build(self, vocab_size: int) -> PreTrainedModel:
+        size = {
+            "vocab_size": vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "intermediate_size": self.intermediate_size,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **(size | self.settings)))
+
+
 class LSTMRecipe(Size):
     """A stack of LSTM layers."""
 
@@ -123,12 +169,10 @@ class LSTMRecipe(Size):
 
     def build(self, vocab_size: int) -> PreTrainedModel:
         return LSTMForCausalLM(
-            LSTMConfig(
-                vocab_size=vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers
-            )
+            LSTMConfig(vocab_size=vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers)
         )
 
 
 ModelRecipe = Annotated[
-    TransformerRecipe | T2MLRRecipe | RLTRecipe | LSTMRecipe, Field(discriminator="architecture")
+    TransformerRecipe | T2MLRRecipe | RLTRecipe | LSTMRecipe | AnyRecipe, Field(discriminator="architecture")
 ]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import BusyError, RunFolder, read_json
@@ -85,11 +86,11 @@ def run_grid(output: Path, plan: list[PlannedRun], tell: Callable[[str], None]) 
     return GridReport(tuple(finished), tuple(were_done), tuple(busy), failed)
 
 
-def summary(planned: PlannedRun, result: dict) -> str:
+def summary(planned: PlannedRun, result: dict[str, Any]) -> str:
     """One line about a finished run."""
     metric = planned.recipe.task.task.metrics[0]
     scores = result["test"]
-    first, last = list(scores)[0], list(scores)[-1]
+    first, last = min(scores, key=int), max(scores, key=int)
     return (
         f"step {result['selected_step']} selected, {metric} {100 * scores[first][metric]:.1f} % at length {first}, "
         f"{100 * scores[last][metric]:.1f} % at {last}"

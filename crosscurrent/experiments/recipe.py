@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from crosscurrent.experiments.architectures import ModelRecipe, RLTRecipe, T2MLRRecipe
+from crosscurrent.experiments.architectures import ModelRecipe, RLTRecipe, SolverSettings, T2MLRRecipe
 from crosscurrent.experiments.settings import Settings, merge, read_yaml, validated
-from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.tasks import Task, get_task, task_names
 from crosscurrent.tasks.splits import Split
 from crosscurrent.training.schedules import Ramp, Steps
@@ -123,9 +122,7 @@ class TrainingRecipe(Settings):
                 f"batch_size={self.batch_size} is not a multiple of microbatch_size={self.microbatch_size}."
             )
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}."
-            )
+            raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}.")
         return self
 
 
@@ -179,7 +176,7 @@ class EvaluationRecipe(Settings):
         batch_size: examples per forward call.
     """
 
-    solver: dict[str, Any] | None = None
+    solver: SolverSettings | None = None
     batch_size: Count = 256
 
 
@@ -209,13 +206,13 @@ class Recipe(Settings):
             raise ValueError(f"model.vocab_size={self.model.vocab_size}: {self.task.name} needs at least {smallest}.")
         interval = getattr(self.model, "feedback_interval", None)
         if self.curriculum.feedback_interval is not None and interval is None:
-            raise ValueError("curriculum.feedback_interval needs a model with feedback (rlt or t2mlr with an interval).")
+            raise ValueError(
+                "curriculum.feedback_interval needs a model with feedback (rlt or t2mlr with an interval)."
+            )
         if self.curriculum.feedback_scale is not None and (not isinstance(self.model, RLTRecipe) or interval is None):
             raise ValueError("curriculum.feedback_scale needs an rlt with feedback.")
-        if self.evaluation.solver is not None:
-            if self.model.architecture not in ("rlt", "t2mlr"):
-                raise ValueError(f"evaluation.solver has no meaning for architecture={self.model.architecture}.")
-            solver_from_dict(self.evaluation.solver)
+        if self.evaluation.solver is not None and self.model.architecture not in ("rlt", "t2mlr"):
+            raise ValueError(f"evaluation.solver has no meaning for architecture={self.model.architecture}.")
         if self.training.mup_base_width is not None and self.model.architecture == "lstm":
             raise ValueError("training.mup_base_width has no meaning for an lstm: leave it null.")
         if isinstance(self.model, RLTRecipe) and self.model.num_decoder_layers >= self.model.num_hidden_layers:

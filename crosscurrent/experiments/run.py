@@ -255,7 +255,7 @@ def _test(model: PreTrainedModel, recipe: Recipe, name: str) -> dict[int, Predic
 
 def _save_predictions(answers: dict[int, Predictions], file: Path) -> None:
     """[N, S] int16 for each length: `LENGTH.predicted`, `LENGTH.target` and, where asked, `LENGTH.generated`."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for length, said in answers.items():
         parts = {"predicted": said.predicted, "target": said.targets, "generated": said.generated}
         tensors |= {

@@ -1,13 +1,13 @@
 """The folder of one run: what is in it, who may write to it, and whether it is this run's.
 
-    recipe.yaml         the resolved recipe
-    versions.json       of the software, and the kind of machine
-    metrics.jsonl       every step and every validation
-    checkpoints/        the best and the last, to go on from; deleted when the run is done
-    tensorboard/        the same as metrics.jsonl, for TensorBoard
-    model/              the selected weights, for AutoModelForCausalLM (after `import crosscurrent`)
-    predictions.safetensors   per length what the selected model said, and what was right
-    result.json         the selected step and the test scores; written last, so that it says the run is done
+recipe.yaml         the resolved recipe
+versions.json       of the software, and the kind of machine
+metrics.jsonl       every step and every validation
+checkpoints/        the best and the last, to go on from; deleted when the run is done
+tensorboard/        the same as metrics.jsonl, for TensorBoard
+model/              the selected weights, for AutoModelForCausalLM (after `import crosscurrent`)
+predictions.safetensors   per length what the selected model said, and what was right
+result.json         the selected step and the test scores; written last, so that it says the run is done
 """
 
 import json

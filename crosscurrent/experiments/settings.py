@@ -24,7 +24,7 @@ class Settings(BaseModel):
 
 
 def nearest(given: str, allowed: Any) -> str:
-    """" did you mean ...?", if something is near, and all that is allowed."""
+    """ " did you mean ...?", if something is near, and all that is allowed."""
     near = get_close_matches(given, list(allowed), n=1)
     hint = f" did you mean {near[0]!r}?" if near else ""
     return f"{hint} Allowed: {', '.join(sorted(allowed))}."
@@ -62,7 +62,8 @@ def _message(problem: Any) -> str:
 
 def _path(location: tuple[int | str, ...], kind: type[BaseModel]) -> str:
     """The key as a user writes it: without the tags that tell the kinds of a union apart."""
-    written, here = [], [kind]
+    written: list[str] = []
+    here: list[type[BaseModel]] = [kind]
     for part in location:
         fields = [field for one in here if (field := one.model_fields.get(str(part))) is not None]
         if not fields and here and written and part in _tags(here):
@@ -150,6 +151,3 @@ def read_yaml(path: Path) -> Any:
 def write_yaml(settings: Settings) -> str:
     """Settings as YAML, every value written out."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
-
-
-

@@ -139,7 +139,9 @@ class Task(ABC):
         """
         unknown = sorted(set(symbols) - set(self.ids))
         if unknown:
-            raise ValueError(f"{self.name} has no symbol {unknown[0]!r}: its vocabulary is {' '.join(self.vocabulary)}.")
+            raise ValueError(
+                f"{self.name} has no symbol {unknown[0]!r}: its vocabulary is {' '.join(self.vocabulary)}."
+            )
         return (self.ids[BOS], *(self.ids[symbol] for symbol in symbols))
 
     def decode(self, ids: Sequence[int]) -> Symbols:

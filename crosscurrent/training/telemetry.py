@@ -50,7 +50,9 @@ class MetricsFile:
             if row is not None:
                 rows.append(row)
             elif number < len(lines):
-                raise ValueError(f"{self.path}: line {number} is damaged: restore the file, or delete the run's folder.")
+                raise ValueError(
+                    f"{self.path}: line {number} is damaged: restore the file, or delete the run's folder."
+                )
         return rows
 
     def cut_after(self, step: int) -> None:

@@ -79,9 +79,9 @@ class LSTMForCausalLM(CheckedLoading, GenerationMixin):
         unused = sorted(set(kwargs) - {"position_ids", "return_dict", "logits_to_keep", "past_key_values", "cache"})
         if unused:
             raise ValueError(f"LSTMForCausalLM.forward does not take {', '.join(unused)}.")
-        check_token_ids(input_ids, inputs_embeds, self.config.vocab_size)
+        shape = check_token_ids(input_ids, inputs_embeds, self.config.vocab_size)
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        is_real = real_tokens(attention_mask, stream.shape[:2], None, stream.device)
+        is_real = real_tokens(attention_mask, shape, None, stream.device)
         if bool((is_real[:, 1:] & ~is_real[:, :-1]).any()):
             raise ValueError("attention_mask has padding before a real token: an LSTM takes padding on the right only.")
         logits = self.lm_head(self.lstm(stream)[0])

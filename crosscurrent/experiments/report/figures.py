@@ -1,0 +1,139 @@
+"""The figures of a report."""
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files: no display is needed
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from crosscurrent.experiments.aggregate import Run, Score
+from crosscurrent.tasks import Task
+from crosscurrent.training.telemetry import write_whole
+
+# Okabe and Ito's colours, which differ for nearly all eyes, and markers that differ without colour.
+_STYLES = (
+    ("#0072B2", "o"),
+    ("#E69F00", "s"),
+    ("#009E73", "^"),
+    ("#D55E00", "D"),
+    ("#CC79A7", "v"),
+    ("#56B4E9", "P"),
+    ("#000000", "X"),
+    ("#9A7D0A", "<"),
+)
+# The same figure gives the same file: no date in it, no random ids, text as text.
+_SVG: Any = {"svg.hashsalt": "crosscurrent", "svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
+
+
+def style_of(model: str, models: Sequence[str]) -> tuple[str, str]:
+    """Colour and marker of a model, the same in all figures of a report."""
+    return _STYLES[models.index(model) % len(_STYLES)]
+
+
+def draw_generalisation(
+    scores: Sequence[Score], task: Task, train_lengths: Sequence[int], models: Sequence[str]
+) -> Figure:
+    """The first metric against the length: mean and sample standard deviation, and every seed as a small mark.
+
+    Args:
+        scores: of one task and one metric.
+        task: for the chance and the title.
+        train_lengths: shown as a shaded range.
+        models: all models of the report, which decides their styles.
+    """
+    figure, axes = plt.subplots(figsize=(7.2, 5.0), layout="constrained")
+    shortest, longest = min(train_lengths), max(train_lengths)
+    label = f"training lengths ({shortest}–{longest})" if longest > shortest else f"training length ({longest})"
+    axes.axvspan(shortest * 0.97, longest * 1.03, color="0.9", label=label)
+    axes.axhline(100 * task.chance, color="0.35", linestyle=":", label=f"chance ({100 * task.chance:.3g} %)")
+    lengths = sorted({score.length for score in scores})
+    present = [model for model in models if any(score.model == model for score in scores)]
+    for place, model in enumerate(present):
+        _draw_model(axes, sorted((s for s in scores if s.model == model), key=lambda s: s.length), place, models)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(
+        max(shortest * 0.97, lengths[0] * 0.6) if shortest < lengths[0] else shortest * 0.9, lengths[-1] * 1.1
+    )
+    axes.set_ylim(-3, 103)
+    axes.set_xlabel("payload length (log scale)")
+    axes.set_ylabel(f"{scores[0].metric.replace('_', ' ')} right (%)")
+    axes.set_title(f"{task.name}: mean and sample SD over seeds, and each seed")
+    axes.grid(axis="y", color="0.88")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _draw_model(axes: Axes, scores: Sequence[Score], place: int, models: Sequence[str]) -> None:
+    model = scores[0].model
+    colour, marker = style_of(model, models)
+    shift = 1 + 0.012 * place  # so that equal models can be told apart
+    xs = [score.length * shift for score in scores]
+    errors = [100 * (score.standard_deviation or 0.0) for score in scores]
+    counts = {len(score.values) for score in scores}
+    label = f"{model} (n = {'–'.join(map(str, sorted(counts)))})"
+    axes.errorbar(
+        xs, [100 * s.mean for s in scores], errors, color=colour, marker=marker, capsize=3, linewidth=1.8, label=label
+    )
+    for x, score in zip(xs, scores, strict=True):
+        values = [100 * value for value in score.values.values()]
+        axes.plot([x] * len(values), values, marker=marker, color=colour, alpha=0.45, markersize=3, linestyle="none")
+
+
+def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figure:
+    """Loss of every step and of every validation, unsmoothed, and the first metric in validation; a line per seed."""
+    figure, all_axes = plt.subplots(1, 3, figsize=(11.5, 3.8), layout="constrained")
+    metric = task.metrics[0]
+    seen: set[str] = set()
+    for run in runs:
+        colour, _ = style_of(run.model, models)
+        label = None if run.model in seen else run.model
+        seen.add(run.model)
+        training = [(row["step"], row["loss"]) for row in run.rows if "loss" in row]
+        checks = [row for row in run.rows if "validation_loss" in row]
+        lengths = run.recipe.task.validation_lengths
+        scores = [100 * sum(row[f"validation_{metric}_{n}"] for n in lengths) / len(lengths) for row in checks]
+        steps = [row["step"] for row in checks]
+        all_axes[0].plot(*zip(*training, strict=True), color=colour, linewidth=0.5, alpha=0.7, label=label)
+        all_axes[1].plot(steps, [row["validation_loss"] for row in checks], color=colour, linewidth=1)
+        all_axes[2].plot(steps, scores, color=colour, linewidth=1)
+        if run.result is not None:
+            selected = steps.index(run.result["selected_step"])
+            all_axes[1].plot(steps[selected], checks[selected]["validation_loss"], "o", color=colour, markersize=4)
+    titles = (
+        "training loss, every step",
+        "validation loss (dot: selected)",
+        f"validation, {metric.replace('_', ' ')} (%)",
+    )
+    for axes, title in zip(all_axes, titles, strict=True):
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("step")
+        axes.grid(color="0.92")
+    for axes in all_axes[:2]:
+        axes.set_yscale("log")
+    all_axes[2].set_ylim(-3, 103)
+    handles = all_axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=6, fontsize="small", frameon=False)
+    for line in figure.legends[0].get_lines():
+        line.set_linewidth(2.5)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> str:
+    """Write `path`.png and `path`.svg, and return the SVG's element for a page."""
+    figure.savefig(path.with_suffix(".png"), dpi=130, metadata={"Software": None})
+    text = StringIO()
+    with plt.rc_context(_SVG):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    write_whole(path.with_suffix(".svg"), text.getvalue())
+    return text.getvalue()[text.getvalue().index("<svg") :]

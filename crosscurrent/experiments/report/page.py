@@ -1,0 +1,161 @@
+"""The report as one page, which needs nothing but itself."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from crosscurrent.experiments.aggregate import Collection, Score
+from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation, save_figure
+from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
+from crosscurrent.experiments.settings import read_yaml
+from crosscurrent.training.telemetry import write_whole
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page shows of a task."""
+
+    task: str
+    description: str
+    chance: float
+    metrics: list["MetricTable"]
+    generalisation: str
+    curves: str
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """A metric: models down, lengths across; ours, then the published ones."""
+
+    metric: str
+    lengths: list[int]
+    ours: dict[str, dict[int, str]]
+    partial: set[tuple[str, int]]
+    published: dict[str, dict[int, str]]
+
+
+def write_report(collection: Collection, output: Path) -> list[Path]:
+    """Write a report of finished runs: `report.html`, `figures/` (PNG and SVG) and `tables/` (CSV and JSON).
+
+    The same runs give the same files, byte for byte, with the same versions of the libraries.
+
+    Args:
+        collection: the runs.
+        output: the folder; files of an earlier report in it are replaced.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: no run is finished, or the folder is a file.
+
+    Example::
+
+        write_report(collect([Path("runs/rlt-mini")]), Path("report"))
+    """
+    if not collection.finished:
+        raise ValueError(f"none of the {len(collection.runs)} runs is finished: a report shows finished runs.")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: give the name of a folder.")
+    figures, tables = output / "figures", output / "tables"
+    for folder in (figures, tables):
+        folder.mkdir(parents=True, exist_ok=True)
+    sections = [_section(collection, task, figures) for task in collection.tasks if collection.of_task(task)]
+    rows = {"scores": score_table(collection), "seeds": seed_table(collection), "runs": run_table(collection)}
+    for name, table in rows.items():
+        write_table(table, tables / name)
+    page = _template().render(
+        sections=sections,
+        runs=_costs(collection),
+        unfinished=[run.name for run in collection.runs if run.result is None],
+        seeds_asked=collection.seeds_asked,
+        versions=_versions(collection),
+        source=_published()["source"],
+    )
+    write_whole(output / "report.html", page)
+    return [output / "report.html", *sorted(figures.iterdir()), *sorted(tables.iterdir())]
+
+
+def _section(collection: Collection, task: str, figures: Path) -> Section:
+    runs, scores = collection.of_task(task), collection.scores(task)
+    models = list(dict.fromkeys(run.model for run in collection.runs))
+    recipe = runs[0].recipe.task
+    first = [score for score in scores if score.metric == recipe.task.metrics[0]]
+    shown = save_figure(
+        draw_generalisation(first, recipe.task, recipe.train_lengths, models), figures / f"{task}_lengths"
+    )
+    every = [run for run in collection.runs if run.task == task and run.rows]
+    curves = save_figure(draw_curves(every, recipe.task, models), figures / f"{task}_curves")
+    return Section(
+        task=task,
+        description=" ".join((type(recipe.task).__doc__ or "").split("\n\n")[0].split()),
+        chance=100 * recipe.task.chance,
+        metrics=[_metric_table(scores, metric, recipe.name) for metric in recipe.task.metrics],
+        generalisation=_inline(shown, f"{task}-lengths"),
+        curves=_inline(curves, f"{task}-curves"),
+    )
+
+
+def _metric_table(scores: list[Score], metric: str, task: str) -> MetricTable:
+    chosen = [score for score in scores if score.metric == metric]
+    is_published = metric in ("final", "answer_tokens")
+    published = _published()["tasks"].get(task, {}) if is_published else {}
+    ours: dict[str, dict[int, str]] = {}
+    for score in chosen:
+        ours.setdefault(score.model, {})[score.length] = score.text()
+    lengths = {score.length for score in chosen} | {length for row in published.values() for length in row}
+    return MetricTable(
+        metric=metric.replace("_", " "),
+        lengths=sorted(lengths),
+        ours=ours,
+        partial={(score.model, score.length) for score in chosen if score.is_partial},
+        published=published,
+    )
+
+
+def _costs(collection: Collection) -> list[dict[str, Any]]:
+    """Per task and model: the size, and the range of step times over seeds."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in run_table(collection):
+        rows.setdefault((row["task"], row["model"]), []).append(row)
+    return [
+        {
+            "task": task,
+            "model": model,
+            "num_parameters": f"{found[0]['num_parameters']:,}",
+            "max_steps": f"{found[0]['max_steps']:,}",
+            "selected": ", ".join(f"{row['selected_step']:,}" for row in found),
+            "seconds": _range([row["seconds_per_step"] for row in found]),
+        }
+        for (task, model), found in rows.items()
+    ]
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low}–{high}"
+
+
+def _versions(collection: Collection) -> list[str]:
+    """What the runs were made with, once each."""
+    lines = [", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in collection.finished]
+    return list(dict.fromkeys(lines))
+
+
+def _published() -> dict[str, Any]:
+    return read_yaml(Path(str(files("crosscurrent.experiments.report") / "published_rlt.yaml")))
+
+
+def _inline(svg: str, prefix: str) -> str:
+    """An SVG for a page with others: its ids must be its own."""
+    for before, after in (('id="', f'id="{prefix}-'), ("url(#", f"url(#{prefix}-"), ('href="#', f'href="#{prefix}-')):
+        svg = svg.replace(before, after)
+    return svg
+
+
+def _template() -> jinja2.Template:
+    text = (files("crosscurrent.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
+    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)

@@ -1,0 +1,39 @@
+"""Recipes of seconds, for tests."""
+
+from typing import Any
+
+from crosscurrent.experiments.recipe import Recipe
+from crosscurrent.experiments.settings import merge, validated
+
+MODELS: dict[str, dict[str, Any]] = {
+    "rlt-1": {"architecture": "rlt", "num_decoder_layers": 1},
+    "rlt-2": {"architecture": "rlt", "num_decoder_layers": 1, "feedback_interval": 3},
+    "rlt-0": {"architecture": "rlt", "num_decoder_layers": 1, "feedback_interval": None},
+    "transformer": {"architecture": "transformer"},
+    "lstm": {"architecture": "lstm"},
+    "gpt2": {"architecture": "transformers", "model_type": "gpt2"},
+    "t2mlr": {"architecture": "t2mlr", "layer_start": 1, "layer_end": 2},
+}
+
+_SMALL: dict[str, Any] = {
+    "task": {
+        "name": "parity",
+        "num_test": 12,
+        "num_validation": 8,
+        "test_lengths": [9, 21],
+        "validation_lengths": [11],
+    },
+    "model": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+    "training": {"max_steps": 6, "batch_size": 8, "learning_rate": 0.01, "eval_steps": 2, "warmup_steps": 2},
+    "seed": 5,
+}
+
+
+def tiny_values(model: str = "rlt-1", **changes: Any) -> dict[str, Any]:
+    """A recipe as plain values, with changes to its sections."""
+    return merge(_SMALL, {"model": MODELS[model]}, changes)
+
+
+def tiny_recipe(model: str = "rlt-1", **changes: Any) -> Recipe:
+    """A recipe of six steps on parity."""
+    return validated(Recipe, tiny_values(model, **changes), "tiny")

@@ -1,0 +1,226 @@
+"""Recipes and studies: what is filled in, what is refused and how it is said, and that all shipped ones are whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import LlamaForCausalLM
+
+import crosscurrent as cc
+from crosscurrent.experiments.recipe import Recipe, load_recipe
+from crosscurrent.experiments.run import build_model
+from crosscurrent.experiments.settings import merge, overrides, read_yaml, validated, write_yaml
+from crosscurrent.experiments.study import (
+    find_recipe,
+    find_study,
+    load_study,
+    recipe_names,
+    shipped_studies,
+)
+from crosscurrent.tasks import get_task
+from tests.recipes import MODELS, tiny_recipe, tiny_values
+
+
+def refused(change: str) -> str:
+    model = "gpt2" if "model_type" in change else "rlt-1"
+    with pytest.raises(ValueError) as caught:
+        validated(Recipe, merge(tiny_values(model), overrides([change])), "my.yaml")
+    text = str(caught.value)
+    assert text.startswith("my.yaml: ") and "function-" not in text and "validation error" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("task.name=partiy", ["task.name", "'partiy'", "'parity'"]),
+        ("training.max_step=3", ["training", "'max_step'", "'max_steps'"]),
+        ("trainig.max_steps=3", ["'trainig'", "'training'"]),
+        ("model.feedback_intervall=3", ["model", "'feedback_interval'"]),
+        ("training.max_steps=two", ["training.max_steps", "'two'"]),
+        ("training.max_steps=0", ["training.max_steps", "greater than or equal to 1", "0"]),
+        ("training.precision=fp8", ["training.precision", "'bf16'", "'fp8'"]),
+        ("training.learning_rate=nan", ["training.learning_rate", "finite"]),
+        ("training.microbatch_size=3", ["batch_size=8", "microbatch_size=3"]),
+        ("training.min_learning_rate=1", ["min_learning_rate=1.0", "learning_rate=0.01"]),
+        ("model.architecture=rtl", ["model", "'rtl'", "'rlt'", "'lstm'"]),
+        ("model.num_decoder_layers=2", ["num_decoder_layers=2", "num_hidden_layers=2"]),
+        ("model=3", ["model"]),
+        ("task.test_lengths=[4, 9]", ["length=4", "parity", "at least 8"]),
+        ("task.test_lengths=[9, 9]", ["test_lengths=[9, 9]", "once"]),
+        ("task.train_lengths=[]", ["train_lengths=[]"]),
+        ("seed=-1", ["seed", "-1"]),
+        ("seed=null", ["seed", "None"]),
+        ("model.vocab_size=2", ["model.vocab_size=2", "at least 3"]),
+        ("curriculum.max_length=3", ["curriculum.max_length"]),
+        ("curriculum.max_length={steps: [[1, 2]]}", ["curriculum.max_length", "[1]", "start at 0"]),
+        ("curriculum.max_length={ramp: [1, 2]}", ["curriculum.max_length", "num_steps"]),
+        ("curriculum.max_length={ramp: [1, 2], num_step: 3}", ["'num_step'", "'num_steps'"]),
+        ("evaluation.solver={name: jacoby}", ["jacoby", "jacobi"]),
+        ("model.model_type=gpt3", ["model.model_type", "'gpt3'", "'gpt2'"]),
+        ("model.solver={name: jacobi, iterations: 0}", ["iterations"]),
+    ],
+)
+def test_what_is_wrong_is_named(change: str, words: list[str]) -> None:
+    text = refused(change)
+    for word in words:
+        assert word in text, text
+
+
+def test_settings_that_would_have_no_effect_are_refused() -> None:
+    rlt0, transformer = tiny_values("rlt-0"), tiny_values("transformer")
+    for values, change, word in (
+        (rlt0, "curriculum.feedback_interval={steps: [[0, 4]]}", "feedback_interval"),
+        (transformer, "curriculum.feedback_scale={steps: [[0, 4]]}", "feedback_scale"),
+        (transformer, "evaluation.solver={name: sequential}", "evaluation.solver"),
+        (tiny_values("lstm"), "training.mup_base_width=8", "mup_base_width"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            validated(Recipe, merge(values, overrides([change])), "x")
+
+
+def test_the_resolved_recipe_says_everything_and_reads_back(tmp_path: Path) -> None:
+    recipe = tiny_recipe("rlt-2", curriculum={"max_length": {"ramp": [4, 32], "num_steps": 3}})
+    text = write_yaml(recipe)
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    values = yaml.safe_load(text)
+    assert values["task"]["train_lengths"] == list(get_task("parity").lengths.train)
+    assert values["task"]["prefix_supervision"] is False and values["data_seeds"]["test"] == 20260916
+
+
+def test_overrides_reach_any_value(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(tiny_values()))
+    name, recipe = find_recipe(
+        str(tmp_path / "my.yaml"), overrides(["training.max_steps=3", "model.feedback_interval=null", "seed=9"])
+    )
+    assert name == "my" and recipe.training.max_steps == 3 and recipe.seed == 9
+    assert recipe.model.feedback_interval is None  # type: ignore[union-attr]
+    for wrong in ("training.max_steps", "=3", "training..max_steps=3", "seed={"):
+        with pytest.raises(ValueError, match=r"training|YAML"):
+            overrides([wrong])
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [1\n", "seed: 1\nseed: 2\n", "", "3", "\xff"])
+def test_files_that_are_no_recipes_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"bad\.yaml"):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_yaml_runs_no_code(tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text("task: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ValueError, match=r"evil\.yaml"):
+        read_yaml(tmp_path / "evil.yaml")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_way_of_giving_a_size(model: str) -> None:
+    built = build_model(tiny_recipe(model))
+    assert built.config.hidden_size == 16 and built.config.num_hidden_layers == 2
+    assert built.config.vocab_size == 3
+
+
+def study(**changes: Any) -> dict[str, Any]:
+    values = {
+        "description": "two cells",
+        "seeds": [1, 2],
+        "defaults": tiny_values("transformer"),
+        "tasks": {"parity": {}, "swaps": {"task": {"name": "s5_swaps"}}},
+        "models": {"a": {}, "b": {"model": {"hidden_size": 8}}},
+    }
+    return values | changes
+
+
+def load(tmp_path: Path, values: dict[str, Any]) -> Any:
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
+    return load_study(tmp_path / "study.yaml")
+
+
+def test_a_study_plans_its_grid(tmp_path: Path) -> None:
+    found = load(tmp_path, study())
+    names = [run.name for run in found.plan("s")]
+    cells = ["parity/a", "parity/b", "swaps/a", "swaps/b"]
+    assert names == [f"{cell}/seed-{seed}" for seed in (1, 2) for cell in cells]
+    (run,) = found.plan("s", ["swaps"], ["b"], [2], {"training": {"max_steps": 1}})
+    assert run.recipe.model.hidden_size == 8 and run.recipe.seed == 2 and run.recipe.training.max_steps == 1
+    cells_only = load(tmp_path, study(cells=[{"tasks": ["parity"], "models": ["b"], "changes": {"seed": 0}}]))
+    assert [run.name for run in cells_only.plan("s")] == ["parity/b/seed-1", "parity/b/seed-2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeds": [1, 1]}, ["seeds=[1, 1]", "once"]),
+        ({"seeds": []}, ["seeds=[]"]),
+        ({"sedes": [1]}, ["'sedes'", "'seeds'"]),
+        ({"cells": [{"tasks": ["partiy"], "models": ["a"]}]}, ["cells[0]", "'partiy'", "'parity'"]),
+        ({"cells": [{"tasks": ["parity", "parity"], "models": ["a"]}]}, ["a on parity", "twice"]),
+        ({"tasks": {"../evil": {}}}, ["../evil"]),
+    ],
+)
+def test_wrong_studies_are_refused(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, study(**changes))
+    assert "study.yaml" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_wrong_parts_of_a_plan_are_refused(tmp_path: Path) -> None:
+    found = load(tmp_path, study())
+    for arguments, word in (
+        ({"tasks": ["swap"]}, "'swaps'"),
+        ({"models": ["c"]}, "Allowed: a, b"),
+        ({"seeds": [3]}, r"some of \[1, 2\]"),
+        ({"seeds": [1, 1]}, "once"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            found.plan("s", **arguments)
+    broken = load(tmp_path, study(models={"a": {"model": {"hidden_sise": 8}}}))
+    with pytest.raises(ValueError, match=r"s, parity/a: model.*'hidden_size'"):
+        broken.plan("s")
+
+
+def test_names_of_shipped_ones_are_suggested() -> None:
+    with pytest.raises(ValueError, match="rlt/mini"):
+        find_study("rlt", "minni")
+    with pytest.raises(ValueError, match="rlt/mini/parity/rlt-1"):
+        find_recipe("rlt/mini/parity/rlt1", {})
+    with pytest.raises(ValueError, match="no effect"):
+        find_study("my.yaml", "mini")
+    with pytest.raises(OSError, match=r"absent\.yaml"):
+        find_recipe("absent.yaml", {})
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_shipped_studies_are_whole(name: str) -> None:
+    _, found = find_study(name)
+    runs = found.plan(name)
+    assert found.seeds == (42, 43, 44)
+    assert {run.recipe.task.name for run in runs} >= {
+        "parity",
+        "s5_standard",
+        "s5_swaps",
+        "mod5_flat",
+        "mod5_brackets",
+        "addition",
+    }
+    assert all(run.recipe.data_seeds.train == 20260914 for run in runs)
+    assert {f"{name}/{run.task}/{run.model}" for run in runs} <= set(recipe_names())
+
+
+def test_the_paper_recipes_have_the_published_sizes() -> None:
+    millions = {"rlt-1-4+4": 28.73, "rlt-1-5+3": 28.20, "rlt-1-6+2": 27.68, "rlt-1-7+1": 27.15, "rlt-1-8+0": 26.10}
+    for model, size in (*millions.items(), ("transformer", 25.31)):
+        _, recipe = find_recipe(f"rlt/paper/parity/{model}", {})
+        assert round(build_model(recipe).num_parameters() / 1e6, 2) == pytest.approx(size, abs=0.006), model
+    _, recipe = find_recipe("rlt/paper/parity/rlt-0", {})
+    assert build_model(recipe).num_parameters() == 27_938_944
+    training = recipe.training
+    assert (training.batch_size, training.microbatch_size, training.max_steps) == (512, 32, 2000)
+    assert (training.learning_rate, training.min_learning_rate, training.warmup_steps) == (1e-4, 5e-6, 200)
+    assert find_recipe("rlt/paper/mod5_flat/rlt-0", {})[1].training.max_steps == 5000
+    assert isinstance(build_model(find_recipe("rlt/mini/parity/transformer", {})[1]), LlamaForCausalLM)
+    assert isinstance(build_model(find_recipe("rlt/mini/parity/t2mlr", {})[1]), cc.T2MLRForCausalLM)

@@ -1,0 +1,132 @@
+"""Scores against counting by hand, on models whose answers are known."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crosscurrent.data.generated import TrainingExamples, collate
+from crosscurrent.evaluation.scoring import METRICS, Examples, Predictions, metrics_of, predict
+from crosscurrent.experiments.run import build_model
+from crosscurrent.tasks import IGNORED, Task, get_task, task_names
+from tests.recipes import tiny_recipe
+
+
+class Oracle(nn.Module):
+    """Knows the answers of some examples; is wrong on those rows that it is told to be."""
+
+    def __init__(self, task: Task, examples: Examples, wrong_rows: int = 0):
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.size = len(task.vocabulary)
+        self.known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for length in examples.lengths:
+            for index in range(examples.count):
+                one = task.example(examples.split, length, index, examples.seed, prefix_supervision=True)
+                wrong = [(target + 1) % self.size if target != IGNORED else target for target in one.targets]
+                self.known[one.tokens] = tuple(wrong) if index < wrong_rows else one.targets
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = [tuple(ids[keep.bool()].tolist()) for ids, keep in zip(input_ids, mask, strict=True)]
+        answers = [self.known[row] for row in rows]
+        width = input_ids.shape[1]
+        padded = torch.tensor([[*answer, *[0] * (width - len(answer))] for answer in answers]).clamp(min=0)
+        return SimpleNamespace(logits=10.0 * torch.nn.functional.one_hot(padded, self.size).float())
+
+
+@pytest.mark.parametrize("name", task_names())
+@pytest.mark.parametrize("wrong_rows", [0, 3])
+def test_metrics_count_right_rows(name: str, wrong_rows: int) -> None:
+    task = get_task(name)
+    examples = Examples(task, "validation", (11, 19), count=10, seed=1, batch_size=4)
+    oracle: Any = Oracle(task, examples, wrong_rows)
+    for length, said in predict(oracle, examples, generates=False):
+        assert length in (11, 19) and len(said.targets) == 10
+        for metric in set(task.metrics) - {"exact"}:
+            right = METRICS[metric](said)
+            if metric == "answer_tokens":  # rows differ in how many tokens they have
+                assert right == 1.0 if wrong_rows == 0 else 0.0 < right < 1.0
+            else:
+                assert right == pytest.approx(1 - wrong_rows / 10)
+
+
+def test_each_metric_by_hand() -> None:
+    targets = torch.tensor([[1, 2, 3], [1, 2, IGNORED]])
+    predicted = torch.tensor([[9, 2, 3], [1, 2, IGNORED]])
+    said = Predictions(predicted, targets, loss=0.0, generated=targets)
+    found = {name: METRICS[name](said) for name in METRICS}
+    expected = {"final": 1.0, "prefix": 0.8, "sequence": 0.5, "answer_tokens": 0.8, "exact": 1.0}
+    assert found == pytest.approx(expected)
+
+
+def test_metrics_judge_the_answer_whatever_the_loss_covers() -> None:
+    """With every prefix in the loss, a sum's carries do not count as its answer."""
+    task = get_task("addition")
+    model = build_model(tiny_recipe(task={"name": "addition", "test_lengths": [9], "validation_lengths": [8]})).eval()
+    plain, every = (Examples(task, "test", (9,), 12, 3, prefix_supervision=every) for every in (None, True))
+    (_, first), (_, second) = (next(predict(model, examples, generates=False)) for examples in (plain, every))
+    assert torch.equal(first.predicted, second.predicted) and metrics_of_tokens(first) == metrics_of_tokens(second)
+    assert first.loss != second.loss
+
+
+def metrics_of_tokens(said: Predictions) -> float:
+    return METRICS["answer_tokens"](said)
+
+
+@pytest.mark.parametrize("model", ["rlt-1", "transformer", "lstm", "t2mlr"])
+def test_generated_answers_are_those_of_the_model_alone(model: str) -> None:
+    """Ragged prompts, generated together, against recomputing everything for each token of each prompt."""
+    task = get_task("addition")
+    recipe = tiny_recipe(model, task={"name": "addition", "test_lengths": [9], "validation_lengths": [8]})
+    built = build_model(recipe).eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(1.5)
+    examples = Examples(task, "validation", (8,), 6, seed=3)
+    ((_, said),) = predict(built, examples, generates=True)
+    assert said.generated is not None
+    for index in range(6):
+        one = task.example("validation", 8, index, 3)
+        start = next(place for place, target in enumerate(one.targets) if target != IGNORED)
+        ids = list(one.tokens[: start + 1])
+        for target, generated in zip(one.targets[start:], said.generated[index].tolist(), strict=False):
+            token = int(built(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            assert generated == token and target != IGNORED
+            ids.append(token)
+    assert set(metrics_of(task, said)) == {"answer_tokens", "exact"}
+
+
+def test_scores_do_not_depend_on_the_batch_size() -> None:
+    task = get_task("addition")
+    model = build_model(tiny_recipe("rlt-2", task={"name": "addition", "test_lengths": [9], "validation_lengths": [8]}))
+    model.eval().double()
+    said = [
+        next(predict(model, Examples(task, "validation", (8,), 10, 1, batch_size=size), generates=False))[1]
+        for size in (1, 3, 10)
+    ]
+    assert torch.equal(said[0].predicted, said[1].predicted) and torch.equal(said[1].predicted, said[2].predicted)
+    assert said[0].loss == pytest.approx(said[2].loss, rel=1e-6)
+
+
+def test_training_examples_follow_from_their_index() -> None:
+    task = get_task("parity")
+    data = TrainingExamples(task, (3, 4, 5, 20), seed=1, batch_size=8, group_size=4, num_steps=3)
+    assert len(data) == 24
+    assert data[13] == task.example("train", data.length(13), 13, seed=1)
+    lengths = [data.length(index) for index in range(24)]
+    assert all(len(set(lengths[start : start + 4])) == 1 for start in range(0, 24, 4)) and len(set(lengths)) > 1
+    short = TrainingExamples(task, (3, 4, 20), 1, 8, 4, 3, longest=lambda step: (2, 4, 20)[step])
+    limits = [max(short.length(index) for index in range(8 * step, 8 * step + 8)) for step in range(3)]
+    assert limits[0] == 3 and limits[1] <= 4  # below the shortest length the shortest is drawn
+
+
+def test_collate_pads_only_where_lengths_differ() -> None:
+    task = get_task("parity")
+    equal = collate([task.example("train", 5, index) for index in range(3)])
+    assert "attention_mask" not in equal and equal["input_ids"].shape == (3, 6)
+    ragged = collate([task.example("train", 5, 0), task.example("train", 3, 0)])
+    assert ragged["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
+    assert ragged["labels"][1, 4:].tolist() == [IGNORED, IGNORED]
