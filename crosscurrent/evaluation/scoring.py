@@ -105,8 +105,8 @@ class Examples:
 
 
 def metrics_of(task: Task, answers: Predictions) -> dict[str, float]:
-    """The task's metrics, as shares from 0 to 1."""
-    return {name: METRICS[name](answers) for name in task.metrics}
+    """The task's metrics, as shares from 0 to 1; without that of generated answers if none were generated."""
+    return {name: METRICS[name](answers) for name in task.metrics if name != "exact" or answers.generated is not None}
 
 
 def predict(

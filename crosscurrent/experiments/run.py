@@ -87,11 +87,12 @@ def _train(recipe: Recipe, folder: RunFolder, name: str) -> None:
         return
     if _rank() == 0:
         folder.metrics.cut_after(done)
-    trainer = _trainer(recipe, folder, name, done)
-    trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)
+    with Progress(name or folder.path.name) as progress:
+        trainer = _trainer(recipe, folder, done, progress)
+        trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)
 
 
-def _trainer(recipe: Recipe, folder: RunFolder, name: str, done: int) -> TaskTrainer:
+def _trainer(recipe: Recipe, folder: RunFolder, done: int, progress: Progress) -> TaskTrainer:
     training, model = recipe.training, build_model(recipe)
     arguments = _arguments(training, folder.checkpoints, recipe.seed)
     curriculum = recipe.curriculum
@@ -122,7 +123,7 @@ def _trainer(recipe: Recipe, folder: RunFolder, name: str, done: int) -> TaskTra
         callbacks=[
             Curricula(feedback.apply),
             Recorder(folder.metrics, folder.checkpoints, feedback.values),
-            Progress(name or folder.path.name),
+            progress,
         ],
     )
     if _rank() == 0:
@@ -162,7 +163,8 @@ def _arguments(training: TrainingRecipe, checkpoints: Path, seed: int) -> Traini
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         report_to="none",  # TensorBoard's callback is given its folder in _trainer
-        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
         seed=seed,
     )
 
@@ -219,8 +221,8 @@ def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint_folder(folder.checkpoints, selected), dtype=torch.float32
     ).eval()
-    if torch.cuda.is_available():
-        model.to("cuda")
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
     if recipe.training.mup_base_width is not None:
         fold_logit_scale(model, _width_share(recipe))
     save_model(model, None, folder.model, overwrite=True)

@@ -146,13 +146,14 @@ class RunFolder:
 def current_versions() -> dict[str, Any]:
     """Versions of the software that results depend on, and the kind of machine."""
     packages = ("torch", "transformers", "accelerate", "safetensors", "numpy")
-    has_gpu = torch.cuda.is_available()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = "cpu" if accelerator is None else accelerator.type
     return {
         "crosscurrent": __version__,
         **{name: version(name) for name in packages},
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "num_threads": torch.get_num_threads(),
         "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
     }

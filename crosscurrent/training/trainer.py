@@ -154,7 +154,7 @@ class Recorder(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A progress bar on stderr, with the last loss.
+    """A progress bar on stderr, with the last losses; a context, at whose end the bar closes.
 
     Args:
         description: what is being trained.
@@ -162,25 +162,30 @@ class Progress(TrainerCallback):
 
     def __init__(self, description: str):
         self.description = description
+        self._bar: tqdm[Any] | None = None
+        self._shown: dict[str, str] = {}
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            desc=self.description,
-            unit="step",
-            disable=not state.is_world_process_zero,
-        )
+        if state.is_world_process_zero:
+            self._bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc=self.description, unit="step", leave=False
+            )
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        shown = {name: logs[key] for key, name in (("loss", "loss"), (f"{PREFIX}loss", "validation")) if key in logs}
-        self._shown = {**getattr(self, "_shown", {}), **{name: f"{value:.4f}" for name, value in shown.items()}}
-        self.bar.set_postfix(self._shown, refresh=False)
+        names = (("loss", "loss"), (f"{PREFIX}loss", "validation"))
+        self._shown |= {name: f"{logs[key]:.4f}" for key, name in names if key in logs}
+        if self._bar is not None:
+            self._bar.set_postfix(self._shown, refresh=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.bar.update()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.bar.close()
+        if self._bar is not None:
+            self._bar.update()
