@@ -29,11 +29,11 @@ _SMALL: dict[str, Any] = {
 }
 
 
-def tiny_values(model: str = "rlt-1", **changes: Any) -> dict[str, Any]:
+def tiny_values(model: str = "rlt-1", /, **changes: Any) -> dict[str, Any]:
     """A recipe as plain values, with changes to its sections."""
     return merge(_SMALL, {"model": MODELS[model]}, changes)
 
 
-def tiny_recipe(model: str = "rlt-1", **changes: Any) -> Recipe:
+def tiny_recipe(model: str = "rlt-1", /, **changes: Any) -> Recipe:
     """A recipe of six steps on parity."""
     return validated(Recipe, tiny_values(model, **changes), "tiny")
