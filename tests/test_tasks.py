@@ -2,13 +2,15 @@
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from crosscurrent.tasks import IGNORED, Task, get_task, register_task, task_names, variable_assignment
+from crosscurrent.tasks import IGNORED, Task, get_task, register_task, registry, task_names, variable_assignment
 from crosscurrent.tasks.permutations import IDENTITY, PERMUTATIONS, SWAPS, then
 from crosscurrent.tasks.splits import Split, split_of
 
@@ -327,3 +329,17 @@ def test_examples_stay_what_they_are() -> None:
             "n:",
         ]
     )
+
+
+def test_the_task_in_the_documentation_works() -> None:
+    """And leaves the registry as it was."""
+    page = (Path(__file__).parent.parent / "docs" / "study.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "register_task" in block)
+    try:
+        exec(compile(code, "docs/study.md", "exec"), {"__name__": "my_task"})
+        task = get_task("smallest_letter")
+        one = task.example("test", 20, 0, prefix_supervision=True)
+        read, asked_for = task.decode(one.tokens[1:]), task.decode(one.targets[1:])
+        assert list(asked_for) == [min(read[: stop + 1]) for stop in range(20)]
+    finally:
+        registry._TASKS.pop("smallest_letter", None)

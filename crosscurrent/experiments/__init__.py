@@ -1,1 +1,1 @@
-"""What is run to learn something: recipes built from the models and the tasks."""
+"""What is run to learn something: recipes, studies, runs and reports."""
