@@ -11,6 +11,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "rlt-0": {"architecture": "rlt", "num_decoder_layers": 1, "feedback_interval": None},
     "transformer": {"architecture": "transformer"},
     "lstm": {"architecture": "lstm"},
+    "rlt-jacobi": {
+        "architecture": "rlt",
+        "num_decoder_layers": 1,
+        "solver": {"name": "jacobi", "iterations": 3, "backward_iterations": 2},
+    },
     "gpt2": {"architecture": "transformers", "model_type": "gpt2"},
     "t2mlr": {"architecture": "t2mlr", "layer_start": 1, "layer_end": 2},
 }

@@ -48,6 +48,8 @@ def main(
     crosscurrent retrofit smollm2-135m retrofitted --layer-start 12 --layer-end 18
     crosscurrent info retrofitted
     crosscurrent generate retrofitted "What is the capital of France?"
+    crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
+    crosscurrent reproduce rlt --scale mini              run a whole study
 
     Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error that one line on stderr explains, 2 wrong
     usage. `crosscurrent COMMAND --help` explains a command.

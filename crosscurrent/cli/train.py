@@ -25,7 +25,7 @@ def train(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="A .yaml file, or a name that `crosscurrent recipes` lists.")
     ],
-    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES)] = None,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
     output: Annotated[Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")] = None,
 ) -> None:
     """Train a model on a task, select a checkpoint by validation, and test it.
@@ -70,7 +70,7 @@ def _scores(task: str, result: dict[str, Any]) -> str:
 
 def reproduce(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="rlt, or a .yaml file with a study of your own.")],
-    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES)] = None,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
     scale: Annotated[str | None, typer.Option(help="mini: two CPU cores. paper: the published sizes.")] = None,
     only: Annotated[str | None, typer.Option(metavar="TASK,...", show_default="all", help="Tasks to run.")] = None,
     models: Annotated[str | None, typer.Option(metavar="MODEL,...", show_default="all", help="Models to run.")] = None,

@@ -32,7 +32,7 @@ from crosscurrent.version import __version__
 _MUST_AGREE = ("crosscurrent", "torch", "transformers", "num_threads", "device")
 
 
-class BusyError(Exception):
+class BusyError(OSError):
     """Another process is at work on the run."""
 
 

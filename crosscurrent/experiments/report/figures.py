@@ -103,7 +103,10 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         lengths = run.recipe.task.validation_lengths
         scores = [100 * sum(row[f"validation_{metric}_{n}"] for n in lengths) / len(lengths) for row in checks]
         steps = [row["step"] for row in checks]
-        all_axes[0].plot(*zip(*training, strict=True), color=colour, linewidth=0.5, alpha=0.7, label=label)
+        # Thousands of points each: as a picture inside the drawing they take a fraction of the space.
+        all_axes[0].plot(
+            *zip(*training, strict=True), color=colour, linewidth=0.5, alpha=0.7, label=label, rasterized=True
+        )
         all_axes[1].plot(steps, [row["validation_loss"] for row in checks], color=colour, linewidth=1)
         all_axes[2].plot(steps, scores, color=colour, linewidth=1)
         if run.result is not None:
