@@ -99,6 +99,9 @@ def test_mistakes_are_answered_in_one_line(study: Path, tmp_path: Path) -> None:
     ):
         assert_one_line_of_error(invoke(*arguments), *words)
     assert invoke("reproduce", study, "--seeds", "one").exit_code == 2
+    with RunFolder(tmp_path / "busy").claimed():
+        result = invoke("train", "rlt/mini/parity/rlt-1", "--output", tmp_path / "busy")
+    assert_one_line_of_error(result, "busy", "another process")
 
 
 @pytest.mark.parametrize("command", ["train", "reproduce", "recipes", "report"])

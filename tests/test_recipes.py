@@ -23,7 +23,7 @@ from tests.recipes import MODELS, tiny_recipe, tiny_values
 
 
 def refused(change: str) -> str:
-    model = "gpt2" if "model_type" in change else "rlt-1"
+    model = "gpt2" if "model_type" in change else "rlt-1"  # the keys of a model depend on its architecture
     with pytest.raises(ValueError) as caught:
         validated(Recipe, merge(tiny_values(model), overrides([change])), "my.yaml")
     text = str(caught.value)
@@ -39,6 +39,12 @@ def refused(change: str) -> str:
         ("trainig.max_steps=3", ["'trainig'", "'training'"]),
         ("model.feedback_intervall=3", ["model", "'feedback_interval'"]),
         ("training.max_steps=two", ["training.max_steps", "'two'"]),
+        ("training.max_steps=true", ["training.max_steps", "True"]),
+        ("training.max_steps=2.5", ["training.max_steps", "2.5"]),
+        ("task.prefix_supervision=1", ["task.prefix_supervision", "1"]),
+        ("task.tset_lengths=null", ["'tset_lengths'", "'test_lengths'"]),
+        ("task.name=3", ["task.name", "3"]),
+        ("model.hidden_size=15", ["hidden_size=15"]),
         ("training.max_steps=0", ["training.max_steps", "greater than or equal to 1", "0"]),
         ("training.precision=fp8", ["training.precision", "'bf16'", "'fp8'"]),
         ("training.learning_rate=nan", ["training.learning_rate", "finite"]),
@@ -58,6 +64,9 @@ def refused(change: str) -> str:
         ("curriculum.max_length={ramp: [1, 2]}", ["curriculum.max_length", "num_steps"]),
         ("curriculum.max_length={ramp: [1, 2], num_step: 3}", ["'num_step'", "'num_steps'"]),
         ("evaluation.solver={name: jacoby}", ["jacoby", "jacobi"]),
+        ("model.model_type=bert", ["sees tokens to come"]),
+        ("model={model_type: gpt2, settings: {n_headd: 3}}", ["'n_headd'", "'n_head'"]),
+        ("model={model_type: gpt2, settings: {n_head: x}}", ["gpt2"]),
         ("model.model_type=gpt3", ["model.model_type", "'gpt3'", "'gpt2'"]),
         ("model.solver={name: jacobi, iterations: 0}", ["iterations"]),
     ],
@@ -224,3 +233,18 @@ def test_the_paper_recipes_have_the_published_sizes() -> None:
     assert find_recipe("rlt/paper/mod5_flat/rlt-0", {})[1].training.max_steps == 5000
     assert isinstance(build_model(find_recipe("rlt/mini/parity/transformer", {})[1]), LlamaForCausalLM)
     assert isinstance(build_model(find_recipe("rlt/mini/parity/t2mlr", {})[1]), cc.T2MLRForCausalLM)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "gemma", "mamba"])
+def test_other_models_of_transformers_join_by_their_type(model_type: str) -> None:
+    model = build_model(tiny_recipe("gpt2", model={"model_type": model_type}))
+    assert model.config.model_type == model_type and model.config.num_hidden_layers == 2
+
+
+def test_a_misspelt_task_is_all_that_is_complained_about() -> None:
+    assert "Field required" not in refused("task.name=partiy")
+
+
+def test_anchors_of_yaml_work(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("x: &base {a: 1, b: 2}\ny: {<<: *base, b: 3}\n")
+    assert read_yaml(tmp_path / "a.yaml")["y"] == {"a": 1, "b": 3}

@@ -14,6 +14,8 @@ import pytest
 from crosscurrent.experiments.aggregate import Score, collect
 from crosscurrent.experiments.grid import open_grid
 from crosscurrent.experiments.report import write_report
+from crosscurrent.experiments.report.figures import style_of
+from crosscurrent.experiments.report.page import KINDS
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.study import Study, load_study, shipped_studies
@@ -102,7 +104,7 @@ def test_the_same_runs_give_the_same_files(runs: Path, report: Path, tmp_path: P
 
 def test_the_page_needs_nothing_but_itself(report: Path) -> None:
     page = (report / "report.html").read_text()
-    assert not re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page.replace("xlink:href", "href"))
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)[^"']*""", page.replace("xlink:href", "href"))
     assert "<script" not in page and "@import" not in page and not re.findall(r"url\((?!#)", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)), "two elements share an id"
@@ -159,7 +161,7 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         collect([tmp_path, tmp_path / "parity"])
     versions = tmp_path / "parity/a/seed-2/versions.json"
     versions.write_text(json.dumps(json.loads(versions.read_text()) | {"crosscurrent": "0.0.1"}))
-    with pytest.raises(ValueError, match=r"crosscurrent 0\.0\.1"):
+    with pytest.raises(ValueError, match=r"crosscurrent .* -> 0\.0\.1"):
         collect([tmp_path])
 
 
@@ -185,3 +187,43 @@ def test_models_are_shown_in_the_order_of_their_study(tmp_path: Path) -> None:
         run(planned.recipe, tmp_path / planned.name)
     shown = [found.model for found in collect([tmp_path]).runs]
     assert shown == sorted(shown, key=order.index) == ["rlt-1", "transformer"]
+
+
+def test_all_models_of_a_study_look_different() -> None:
+    for path in shipped_studies().values():
+        models = list(load_study(path).models)
+        styles = {tuple(style_of(model, models).values()) for model in models}
+        assert len(styles) == len(models)
+
+
+def test_labels_do_not_depend_on_where_one_looks(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {run.name: run for run in collect([runs]).runs}
+    for folder in (runs / "parity", runs / "parity" / "rlt-1", runs / "parity" / "rlt-1" / "seed-1", runs.parent):
+        for run_found in collect([folder]).runs:
+            if run_found.name in whole:
+                assert run_found == whole[run_found.name] and run_found.num_seeds_asked == 3
+    monkeypatch.chdir(runs / "parity" / "rlt-1" / "seed-1")
+    assert [run_found.name for run_found in collect([Path()]).runs] == ["parity/rlt-1/seed-1"]
+
+
+def test_labels_with_dots_keep_their_files_apart_and_old_figures_go(tmp_path: Path) -> None:
+    study = Study(**(STUDY | {"tasks": {"parity.a": {}, "parity.b": {}}}))
+    plan = study.plan("s", models=["transformer"], seeds=[1])
+    open_grid(tmp_path / "runs", "s", study.seeds, plan)
+    for planned in plan:
+        run(planned.recipe, tmp_path / "runs" / planned.name)
+    write_report(collect([tmp_path / "runs"]), tmp_path / "report")
+    names = {path.name for path in (tmp_path / "report" / "figures").iterdir()}
+    assert names == {f"parity.{x}_{kind}.{form}" for x in "ab" for kind in KINDS for form in ("png", "svg")}
+    shutil.rmtree(tmp_path / "runs" / "parity.b")
+    written = write_report(collect([tmp_path / "runs"]), tmp_path / "report")
+    names = {path.name for path in (tmp_path / "report" / "figures").iterdir()}
+    assert len(names) == 4 and {path.name for path in written} >= names
+
+
+@pytest.mark.parametrize(("file", "content"), [("result.json", "{}"), ("result.json", "["), ("versions.json", "[]")])
+def test_damaged_files_are_named(file: str, content: str, tmp_path: Path) -> None:
+    run(tiny_recipe("transformer", training={"max_steps": 1}), tmp_path / "a")
+    (tmp_path / "a" / file).write_text(content)
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
+        collect([tmp_path])

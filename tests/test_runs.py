@@ -15,18 +15,20 @@ import torch
 import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from crosscurrent.evaluation.scoring import predict
+from crosscurrent.evaluation.scoring import Predictions, predict
 from crosscurrent.experiments.grid import open_grid, run_grid
 from crosscurrent.experiments.recipe import Recipe
-from crosscurrent.experiments.run import build_model, examples_of, run
+from crosscurrent.experiments.run import _arguments, build_model, examples_of, run
 from crosscurrent.experiments.run_folder import BusyError, RunFolder
 from crosscurrent.experiments.settings import write_yaml
 from crosscurrent.experiments.study import Study
 from crosscurrent.training import trainer as trainer_module
 from crosscurrent.training.trainer import TaskTrainer
 from tests.recipes import MODELS, tiny_recipe, tiny_values
+
+IDS = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -110,14 +112,10 @@ def test_stopped_while_a_checkpoint_is_written(whole: Path, step: int, tmp_path:
     assert_same_run(whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("function", ["_test", "_save_predictions", "save_model"])
+@pytest.mark.parametrize("function", ["_test", "_save_predictions", "save_model", "_remove_checkpoints"])
 def test_stopped_between_training_and_result(whole: Path, function: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-
-        def stop(*args: Any, **kwargs: Any) -> None:
-            raise Stopped
-
-        patch.setattr(f"crosscurrent.experiments.run.{function}", stop)
+        patch.setattr(f"crosscurrent.experiments.run.{function}", stopped)
         with pytest.raises(Stopped):
             run(tiny_recipe(), tmp_path / "run")
     run(tiny_recipe(), tmp_path / "run")
@@ -135,6 +133,28 @@ def test_a_cut_metrics_file_is_recovered(whole: Path, tmp_path: Path) -> None:
     assert RunFolder(path).metrics.rows()[-1]["step"] in (5, 6)
     run(tiny_recipe(), path)
     assert_same_run(whole, path)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("stop", [4, None])
+def test_lost_metrics_are_measured_again(whole: Path, num_rows: int, stop: int | None, tmp_path: Path) -> None:
+    """However much of the file is lost, also when training was over: nothing is missing in the end."""
+    path = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        if stop is None:
+            patch.setattr("crosscurrent.experiments.run._finish", stopped)
+        else:
+            stop_at(patch, "mark_complete", 6)
+        with pytest.raises(Stopped):
+            run(tiny_recipe(), path)
+    file = path / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:num_rows]))
+    run(tiny_recipe(), path)
+    assert_same_run(whole, path)
+
+
+def stopped(*args: Any, **kwargs: Any) -> None:
+    raise Stopped
 
 
 def test_a_damaged_metrics_file_is_refused(tmp_path: Path) -> None:
@@ -177,8 +197,7 @@ def test_other_recipes_and_versions_are_refused(whole: Path, tmp_path: Path) -> 
         stop_at(patch, "mark_complete", 4)
         with pytest.raises(Stopped):
             run(tiny_recipe(), tmp_path / "run")
-    file = tmp_path / "run" / "versions.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch": "1.0"}))
+    change(tmp_path / "run" / "versions.json", torch="1.0")
     with pytest.raises(ValueError, match=r"torch 1\.0 -> "):
         run(tiny_recipe(), tmp_path / "run")
 
@@ -190,6 +209,16 @@ def test_folders_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
     with pytest.raises(ValueError, match="is a file"):
         run(tiny_recipe(), tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("file", ["versions.json", "recipe.yaml"])
+def test_stopped_while_a_folder_is_begun(whole: Path, file: str, tmp_path: Path) -> None:
+    (tmp_path / f".{file}.partial-1a2b").write_text("half")
+    if file == "recipe.yaml":
+        (tmp_path / "versions.json").write_text((whole / "versions.json").read_text())
+    run(tiny_recipe(), tmp_path)
+    assert_same_run(whole, tmp_path)
+    assert not list(tmp_path.glob(".*partial*"))
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -209,6 +238,52 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
         patch.setattr("crosscurrent.experiments.run.build_model", broken)
         with pytest.raises(ValueError, match="at step 1"):
             run(tiny_recipe(), tmp_path / "run")
+
+
+def test_a_validation_loss_that_is_not_finite_stops(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "predict", lambda *args, **kwargs: [(11, Predictions(IDS, IDS, float("nan")))])
+        with pytest.raises(ValueError, match="validation loss is nan at step 2"):
+            run(tiny_recipe(), tmp_path / "run")
+
+
+def test_a_full_device_is_one_failed_run(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise torch.OutOfMemoryError("too much")
+
+        patch.setattr(TaskTrainer, "training_step", full)
+        with pytest.raises(ValueError, match="microbatch_size"):
+            run(tiny_recipe(), tmp_path / "run")
+
+
+def test_half_precision_without_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        run(tiny_recipe(training={"precision": "fp16"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run(tiny_recipe(training={"precision": "bf16"}), tmp_path / "bf16")
+    assert rows(tmp_path / "bf16")[0]["loss"] == pytest.approx(rows_of_whole_loss(tmp_path), rel=0.02)
+
+
+def rows_of_whole_loss(tmp_path: Path) -> float:
+    run(tiny_recipe(), tmp_path / "fp32")
+    return rows(tmp_path / "fp32")[0]["loss"]
+
+
+def test_the_batch_is_what_the_recipe_says_on_any_number_of_gpus(tmp_path: Path) -> None:
+    """transformers would multiply it by the number of GPUs that one process sees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingArguments, "_setup_devices", property(four_gpus))
+        arguments = _arguments(tiny_recipe(training={"microbatch_size": 2}).training, tmp_path, 1)
+        assert arguments.train_batch_size * arguments.gradient_accumulation_steps == 8
+
+
+def four_gpus(arguments: Any) -> torch.device:
+    arguments._n_gpu = 4
+    return torch.device("cpu")
 
 
 def test_seeds_change_weights_and_not_data(tmp_path: Path) -> None:
@@ -255,6 +330,14 @@ def test_two_processes_come_to_the_weights_of_one(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)
+
+
+def test_two_processes_find_a_finished_run(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(write_yaml(tiny_recipe()))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "crosscurrent", "train", str(tmp_path / "my.yaml"), "--output", str(whole)]
+    done = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("lowest validation loss") == 1
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -343,3 +426,23 @@ def test_grids_do_not_mix(tmp_path: Path) -> None:
     changed = study.plan("s", seeds=[1], models=["transformer"], changes={"training": {"max_steps": 9}})
     with pytest.raises(ValueError, match="max_steps: 6 -> 9"):
         open_grid(tmp_path, "s", study.seeds, changed)
+
+
+def test_a_grid_goes_on_beside_machines_of_another_kind(tmp_path: Path) -> None:
+    """A run begun with other threads fails alone; finished runs of other versions stop everything at once."""
+    study = Study(**STUDY)  # type: ignore[arg-type]
+    plan = study.plan("s", seeds=[1])
+    open_grid(tmp_path, "s", study.seeds, plan)
+    RunFolder(tmp_path / plan[0].name).path.mkdir(parents=True)
+    RunFolder(tmp_path / plan[0].name).open(plan[0].recipe)
+    change(tmp_path / plan[0].name / "versions.json", num_threads=64)
+    open_grid(tmp_path, "s", study.seeds, plan)
+    report = run_grid(tmp_path, plan, lambda line: None)
+    assert "num_threads 64 -> " in report.failed[plan[0].name] and report.finished == (plan[1].name,)
+    change(tmp_path / plan[1].name / "versions.json", torch="1.0")
+    with pytest.raises(ValueError, match=r"torch 1\.0 -> "):
+        open_grid(tmp_path, "s", study.seeds, plan)
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))

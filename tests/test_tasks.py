@@ -181,6 +181,14 @@ def test_splits_share_no_example(name: str) -> None:
     assert sum(map(len, found.values())) == len(set.union(*found.values()))
 
 
+def test_short_sums_are_in_one_split_too() -> None:
+    """A validation pair may have fewer digits than its length says."""
+    task = get_task("addition")
+    trained = {task.payload("train", length, index) for length in (2, 3, 8) for index in range(600)}
+    held_out = {task.payload("validation", length, index) for length in (2, 3, 8) for index in range(600)}
+    assert not trained & held_out and any(len(pair) == 3 for pair in trained & trained)
+
+
 @pytest.mark.parametrize("name", SEQUENCE_TASKS)
 def test_guessing_gives_chance(name: str) -> None:
     """No constant answer is right much above chance (the answer digits of a sum have ends, which are not digits)."""

@@ -17,7 +17,7 @@ class ReportingGroup(TyperGroup):
         except BrokenPipeError:
             raise  # the reader of our output has seen enough: typer ends quietly
         except ModuleNotFoundError as error:
-            message = f"the package {error.name} is missing: pip install 'crosscurrent[demo]'"
+            message = f"the package {error.name} is missing: pip install 'crosscurrent[train,plot]'"
         except (ValueError, OSError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
         typer.echo(f"error: {message}", err=True)

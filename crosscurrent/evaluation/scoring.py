@@ -94,10 +94,12 @@ class Examples:
 
     def of_length(self, length: int) -> list[dict[str, Tensor]]:
         """Batches with two kinds of targets: `labels`, which the loss covers, and `answers`, which the metrics judge."""
+        batches = self._batches(length)
+        if self.prefix_supervision in (None, self.task.prefix_supervision):
+            return [batch | {"answers": batch["labels"]} for batch in batches]
         asked = replace(self, prefix_supervision=None)
         return [
-            batch | {"answers": judged["labels"]}
-            for batch, judged in zip(self._batches(length), asked._batches(length), strict=True)
+            batch | {"answers": judged["labels"]} for batch, judged in zip(batches, asked._batches(length), strict=True)
         ]
 
     def _batches(self, length: int) -> list[dict[str, Tensor]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from crosscurrent.experiments.grid import STUDY_FILE
 from crosscurrent.experiments.recipe import Recipe
-from crosscurrent.experiments.run_folder import RunFolder, differences, read_json
-from crosscurrent.experiments.study import find_study
+from crosscurrent.experiments.run_folder import RunFolder, differences, read_json, refuse_other_versions
+from crosscurrent.experiments.study import load_study, shipped_studies
 from crosscurrent.training.telemetry import Row
 
 
@@ -21,6 +21,7 @@ class Run:
         task, model: labels, from the folder's name.
         rows: its metrics, step by step.
         versions: of the software it was made with.
+        num_seeds_asked: by the study it belongs to; None if it belongs to none.
     """
 
     task: str
@@ -29,6 +30,7 @@ class Run:
     result: dict[str, Any] | None
     rows: list[Row]
     versions: dict[str, Any]
+    num_seeds_asked: int | None
 
     @property
     def seed(self) -> int:
@@ -86,7 +88,6 @@ class Collection:
     """All runs found, in the order in which they are shown."""
 
     runs: tuple[Run, ...]
-    seeds_asked: tuple[int, ...] | None
 
     @property
     def finished(self) -> list[Run]:
@@ -103,13 +104,16 @@ class Collection:
     def scores(self, task: str) -> list[Score]:
         """Every metric of every model at every length."""
         found: dict[tuple[str, int, str], dict[int, float]] = {}
+        asked = {run.model: run.num_seeds_asked for run in self.of_task(task)}
         for run in self.of_task(task):
             assert run.result is not None
             for length, values in run.result["test"].items():
                 for metric in run.recipe.task.task.metrics:
                     found.setdefault((run.model, int(length), metric), {})[run.seed] = values[metric]
-        asked = len(self.seeds_asked) if self.seeds_asked is not None else None
-        return [Score(task, model, length, metric, values, asked) for (model, length, metric), values in found.items()]
+        return [
+            Score(task, model, length, metric, values, asked[model])
+            for (model, length, metric), values in found.items()
+        ]
 
 
 def collect(folders: Iterable[Path]) -> Collection:
@@ -117,52 +121,61 @@ def collect(folders: Iterable[Path]) -> Collection:
 
     Raises:
         ValueError: there is none, two are the same, or runs of one cell or study do not belong together: their recipes
-            differ in more than the seed, or their versions of crosscurrent do.
+            differ in more than the seed, or their versions do.
         OSError: a folder does not exist.
     """
-    runs: list[Run] = []
-    seeds: set[tuple[int, ...]] = set()
-    order: list[str] = []
+    folders = list(folders)
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder: give one that holds runs.")
-        found = [_read(path.parent, folder) for path in sorted(folder.rglob("recipe.yaml"))]
-        runs += found
-        if (folder / STUDY_FILE).exists():
-            study = read_json(folder / STUDY_FILE)
-            seeds.add(tuple(study["seeds"]))
-            order += _order(study["study"])
-    if not runs:
-        raise ValueError(
-            f"there are no runs in {', '.join(map(str, folders))}: give the folder that train or reproduce wrote."
-        )
+    paths = [path.parent for folder in folders for path in sorted(folder.resolve().rglob("recipe.yaml"))]
+    if not paths:
+        names = ", ".join(map(str, folders))
+        raise ValueError(f"there are no runs in {names}: give the folder that train or reproduce wrote.")
+    studies = {path: _study_of(path) for path in paths}
+    runs = [_read(path, studies[path]) for path in paths]
     _check(runs)
+    order = [label for study in dict.fromkeys(studies.values()) if study is not None for label in _order(study)]
     place = {label: number for number, label in reversed(list(enumerate(order)))}
-    runs.sort(key=lambda run: (place.get(run.task, len(place)), place.get(run.model, len(place)), run.name))
-    return Collection(tuple(runs), seeds.pop() if len(seeds) == 1 else None)
+    runs.sort(
+        key=lambda run: (
+            place.get(run.task, len(place)),
+            place.get(run.model, len(place)),
+            run.task,
+            run.model,
+            run.seed,
+        )
+    )
+    return Collection(tuple(runs))
 
 
-def _order(study: str) -> list[str]:
+def _study_of(path: Path) -> Path | None:
+    """The folder of the study that a run lies in: TASK/MODEL/seed-N below it."""
+    return next((folder for folder in list(path.parents)[:3] if (folder / STUDY_FILE).exists()), None)
+
+
+def _order(study: Path) -> list[str]:
     """The labels of a study that comes with the package, in its order; none of another."""
-    try:
-        _, found = find_study(study)
-    except (ValueError, OSError):
+    name = read_json(study / STUDY_FILE, "study", "seeds")["study"]
+    if name not in shipped_studies():
         return []
+    found = load_study(shipped_studies()[name])
     return [*found.tasks, *found.models]
 
 
-def _read(folder: Path, root: Path) -> Run:
-    run = RunFolder(folder)
-    recipe = run.recipe()
-    parts = folder.relative_to(root).parts
-    labels = [part for part in parts if not part.startswith("seed-")] or [root.name]
+def _read(path: Path, study: Path | None) -> Run:
+    """A run, labelled by its place in its study, or else by its recipe's task and its folder's name."""
+    folder = RunFolder(path)
+    recipe = folder.recipe()
+    named = path.parent if path.name.startswith("seed-") else path
     return Run(
-        task=labels[-2] if len(labels) > 1 else recipe.task.name,
-        model=labels[-1],
+        task=recipe.task.name if study is None else path.relative_to(study).parts[0],
+        model=named.name,
         recipe=recipe,
-        result=run.result() if run.is_done else None,
-        rows=run.metrics.rows(),
-        versions=run.versions(),
+        result=folder.result() if folder.is_done else None,
+        rows=folder.metrics.rows(),
+        versions=folder.versions(),
+        num_seeds_asked=None if study is None else len(read_json(study / STUDY_FILE, "study", "seeds")["seeds"]),
     )
 
 
@@ -180,8 +193,4 @@ def _check(runs: list[Run]) -> None:
                 f"{run.name} is of another recipe than {other.name} ({'; '.join(differing[:3])}): they cannot stand in one "
                 "table. Put them into folders with different names."
             )
-        if run.versions.get("crosscurrent") != runs[0].versions.get("crosscurrent"):
-            raise ValueError(
-                f"{run.name} was made with crosscurrent {run.versions.get('crosscurrent')}, {runs[0].name} with "
-                f"{runs[0].versions.get('crosscurrent')}: numbers of different versions do not stand in one table."
-            )
+        refuse_other_versions(f"{runs[0].name} and {run.name} were made", runs[0].versions, run.versions)

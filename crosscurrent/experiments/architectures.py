@@ -1,9 +1,9 @@
 """The models a recipe can name, all by one way of giving a size."""
 
 from abc import abstractmethod
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field, field_validator
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -13,8 +13,9 @@ from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
 from crosscurrent.models.rlt import RLTConfig, RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRConfig, T2MLRForCausalLM
 from crosscurrent.recurrence import solver_from_dict
+from crosscurrent.suggestions import did_you_mean
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 def _valid_solver(solver: dict[str, Any]) -> dict[str, Any]:
@@ -32,6 +33,7 @@ class Size(Settings):
         hidden_size: width of the stream.
         num_hidden_layers: all layers, whatever their kind.
         num_attention_heads, intermediate_size: an LSTM has neither and passes over them.
+        rope_theta: base of the rotary positions of rlt, t2mlr and transformer.
         vocab_size: None: the task's. The RLT report's models have 277 rows.
     """
 
@@ -39,6 +41,7 @@ class Size(Settings):
     num_hidden_layers: Count
     num_attention_heads: Count
     intermediate_size: Count
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     vocab_size: Count | None = None
 
     @abstractmethod
@@ -71,6 +74,7 @@ class TransformerRecipe(Size):
             num_attention_heads=self.num_attention_heads,
             tie_word_embeddings=True,
             max_position_embeddings=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             bos_token_id=None,
             eos_token_id=None,
         )
@@ -80,7 +84,7 @@ class T2MLRRecipe(TransformerRecipe):
     """A random Llama whose layers [layer_start, layer_end) are recurrent."""
 
     architecture: Literal["t2mlr"]  # type: ignore[assignment]
-    layer_start: Annotated[int, Field(ge=0)]
+    layer_start: Annotated[int, Field(ge=0, strict=True)]
     layer_end: Count
     feedback_interval: Count | None = 1
     solver: SolverSettings = {"name": "jacobi", "iterations": 16, "backward_iterations": 4}
@@ -100,7 +104,7 @@ class RLTRecipe(Size):
     """An RLT: `num_decoder_layers` of the layers are its decoder, the others its encoder."""
 
     architecture: Literal["rlt"]
-    num_decoder_layers: Annotated[int, Field(ge=0)]
+    num_decoder_layers: Annotated[int, Field(ge=0, strict=True)]
     feedback_interval: Count | None = 1
     feedback_scale: float = 0.1
     sliding_window: Count = 8
@@ -121,6 +125,7 @@ class RLTRecipe(Size):
             feedback_interval=self.feedback_interval,
             feedback_scale=self.feedback_scale,
             tie_encoder_decoder=self.tie_encoder_decoder,
+            rope_theta=self.rope_theta,
             solver=solver_from_dict(self.solver),
         )
         return RLTForCausalLM(config)
@@ -144,8 +149,7 @@ class AnyRecipe(Size):
     @classmethod
     def _is_known(cls, model_type: str) -> str:
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            near = get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
-            hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+            hint = did_you_mean(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, most=3)
             raise ValueError(f"transformers has no causal language model of type {model_type!r}.{hint}")
         return model_type
 
@@ -155,11 +159,39 @@ class AnyRecipe(Size):
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_attention_heads,
             "intermediate_size": self.intermediate_size,
             "bos_token_id": None,
             "eos_token_id": None,
+            "pad_token_id": None,
         }
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **(size | self.settings)))
+        known = AutoConfig.for_model(self.model_type)
+        unknown = next((name for name in self.settings if not hasattr(known, name)), None)
+        if unknown is not None:
+            raise ValueError(f"{type(known).__name__} has no setting {unknown!r}.{did_you_mean(unknown, vars(known))}")
+        wanted = {name: value for name, value in size.items() if hasattr(known, name)} | self.settings
+        try:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **wanted))
+            _refuse_seeing_ahead(model, vocab_size)
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(f"a {self.model_type} of this size cannot be built: {error}") from error
+        return model
+
+
+@torch.no_grad()
+def _refuse_seeing_ahead(model: PreTrainedModel, vocab_size: int) -> None:
+    """Raise ValueError if a change of the last token changes an earlier prediction."""
+    if model.device.type == "meta":
+        return
+    ids = torch.arange(6)[None] % vocab_size
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % vocab_size
+    is_training = model.training
+    model.eval()
+    first, second = (model(tokens, use_cache=False).logits[:, :-1] for tokens in (ids, other))
+    model.train(is_training)
+    if not torch.allclose(first, second, atol=1e-6):
+        raise ValueError(f"a {type(model).__name__} sees tokens to come: its answers would be in what it reads.")
 
 
 class LSTMRecipe(Size):

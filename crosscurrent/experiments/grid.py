@@ -37,9 +37,7 @@ def open_grid(output: Path, study: str, seeds: tuple[int, ...], plan: list[Plann
     if file.exists() and read_json(file) != content:
         raise ValueError(f"{output} holds another study, {read_json(file)}: give another folder.")
     for planned in plan:
-        folder = RunFolder(output / planned.name)
-        if folder.recipe_file.exists():
-            folder.open(planned.recipe)
+        RunFolder(output / planned.name).check_recipe(planned.recipe)
     output.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         write_whole(file, json.dumps(content, indent=2) + "\n")

@@ -10,19 +10,21 @@ In YAML, as `crosscurrent train` takes it and as every run folder holds it::
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+import torch
+from pydantic import Field, model_validator
 
-from crosscurrent.experiments.architectures import ModelRecipe, RLTRecipe, SolverSettings, T2MLRRecipe
+from crosscurrent.experiments.architectures import ModelRecipe, RLTRecipe, Size, SolverSettings, T2MLRRecipe
 from crosscurrent.experiments.settings import Settings, merge, read_yaml, validated
-from crosscurrent.tasks import Task, get_task, task_names
+from crosscurrent.tasks import Task, get_task
 from crosscurrent.tasks.splits import Split
 from crosscurrent.training.schedules import Ramp, Steps
 
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Seed = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0)]
 
@@ -38,7 +40,7 @@ class TaskRecipe(Settings):
     """
 
     name: str
-    prefix_supervision: bool
+    prefix_supervision: Annotated[bool, Field(strict=True)]
     train_lengths: tuple[int, ...]
     validation_lengths: tuple[int, ...]
     test_lengths: tuple[int, ...]
@@ -48,7 +50,7 @@ class TaskRecipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("name") not in task_names():
+        if not isinstance(given, dict) or not isinstance(given.get("name"), str):
             return given  # what is wrong with it is said below
         task = get_task(given["name"])
         published = {
@@ -59,12 +61,7 @@ class TaskRecipe(Settings):
             "num_validation": task.num_validation,
             "num_test": task.num_test,
         }
-        return published | {key: value for key, value in given.items() if value is not None}
-
-    @field_validator("name")
-    @classmethod
-    def _is_registered(cls, name: str) -> str:
-        return get_task(name).name
+        return published | {key: value for key, value in given.items() if value is not None or key not in published}
 
     @model_validator(mode="after")
     def _lengths_exist(self) -> "TaskRecipe":
@@ -106,7 +103,7 @@ class TrainingRecipe(Settings):
     microbatch_size: Count | None = None
     learning_rate: Positive
     min_learning_rate: Share = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 0
     weight_decay: Share = 0.1
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -213,8 +210,10 @@ class Recipe(Settings):
             raise ValueError("curriculum.feedback_scale needs an rlt with feedback.")
         if self.evaluation.solver is not None and self.model.architecture not in ("rlt", "t2mlr"):
             raise ValueError(f"evaluation.solver has no meaning for architecture={self.model.architecture}.")
-        if self.training.mup_base_width is not None and self.model.architecture == "lstm":
-            raise ValueError("training.mup_base_width has no meaning for an lstm: leave it null.")
+        if self.training.mup_base_width is not None and self.model.architecture in ("lstm", "transformers"):
+            raise ValueError(
+                f"training.mup_base_width is not for architecture={self.model.architecture}: leave it null."
+            )
         if isinstance(self.model, RLTRecipe) and self.model.num_decoder_layers >= self.model.num_hidden_layers:
             raise ValueError(
                 f"model.num_decoder_layers={self.model.num_decoder_layers} leaves no encoder layer of "
@@ -227,11 +226,23 @@ class Recipe(Settings):
                 f"model.layer_start={self.model.layer_start}, layer_end={self.model.layer_end}: allowed is "
                 f"0 <= layer_start < layer_end <= num_hidden_layers={self.model.num_hidden_layers}."
             )
+        _refuse_impossible_sizes(type(self.model), self.model.model_dump_json(), self.vocab_size)
         return self
 
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size or len(self.task.task.vocabulary)
+
+
+@cache
+def _refuse_impossible_sizes(kind: type[Size], settings: str, vocab_size: int) -> None:
+    """Raise ValueError unless a model of these sizes can be built, which is tried without memory for its weights.
+
+    Args:
+        kind, settings: the model's recipe, as JSON: runs of a study that share it are checked once.
+    """
+    with torch.device("meta"):
+        kind.model_validate_json(settings).build(vocab_size)
 
 
 def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> Recipe:

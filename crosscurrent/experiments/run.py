@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from crosscurrent.experiments.recipe import Recipe, TrainingRecipe
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.saving import save_model
 from crosscurrent.recurrence import solver_from_dict
-from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only
+from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
 from crosscurrent.training.schedules import set_feedback
-from crosscurrent.training.telemetry import best_step, write_whole
+from crosscurrent.training.telemetry import best_step, partial_name, write_whole
 from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTrainer
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
 
@@ -50,15 +51,21 @@ def run(recipe: Recipe, path: Path, name: str = "") -> dict[str, Any] | None:
         result = run(load_recipe(Path("my.yaml")), Path("runs/mine"))
     """
     folder = RunFolder(path)
-    if _rank() != 0:
-        _train(recipe, folder, name)
-        return None
-    with folder.claimed():
-        folder.open(recipe)
-        if not folder.is_done:
-            _train(recipe, folder, name)
-            _finish(recipe, folder, name)
-        return folder.result()
+    arguments = _arguments(recipe.training, folder.checkpoints, recipe.seed)
+    try:
+        if _rank() != 0:
+            if not folder.is_done:
+                _train(recipe, folder, arguments, name)
+            return None
+        with folder.claimed():
+            folder.open(recipe)
+            if not folder.is_done:
+                _train(recipe, folder, arguments, name)
+                _finish(recipe, folder, name)
+            _remove_checkpoints(folder)
+            return folder.result()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"the device is out of memory: lower training.microbatch_size. ({error})") from error
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
@@ -80,21 +87,24 @@ def _width_share(recipe: Recipe) -> float:
     return 1.0 if base is None else base / recipe.model.hidden_size
 
 
-def _train(recipe: Recipe, folder: RunFolder, name: str) -> None:
-    """Train to the end, from the last complete checkpoint if there is one."""
-    done = max(complete_steps(folder.checkpoints), default=0)
-    if done >= recipe.training.max_steps:
-        return
+def _train(recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, name: str) -> None:
+    """Train to the end, from the last complete checkpoint that the metrics lead up to, if there is one."""
+    usable = set(complete_steps(folder.checkpoints)) & folder.metrics.covered_steps()
+    done = max(usable, default=0)
     if _rank() == 0:
         folder.metrics.cut_after(done)
+        keep_only(folder.checkpoints, usable)
+    if done >= recipe.training.max_steps:
+        return
     with Progress(name or folder.path.name) as progress:
-        trainer = _trainer(recipe, folder, done, progress)
+        trainer = _trainer(recipe, folder, arguments, done, progress)
         trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)
 
 
-def _trainer(recipe: Recipe, folder: RunFolder, done: int, progress: Progress) -> TaskTrainer:
+def _trainer(
+    recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, done: int, progress: Progress
+) -> TaskTrainer:
     training, model = recipe.training, build_model(recipe)
-    arguments = _arguments(training, folder.checkpoints, recipe.seed)
     curriculum = recipe.curriculum
     longest = curriculum.max_length.of_step() if curriculum.max_length is not None else None
     examples = TrainingExamples(
@@ -141,7 +151,9 @@ def _arguments(training: TrainingRecipe, checkpoints: Path, seed: int) -> Traini
             f"training.batch_size={training.batch_size} does not divide into microbatches of {microbatch} for "
             f"{num_processes} processes: change training.microbatch_size."
         )
-    return TrainingArguments(
+    if training.precision == "fp16" and not torch.accelerator.is_available():
+        raise ValueError("training.precision=fp16 needs a GPU: on a CPU take fp32, or bf16.")
+    arguments = TrainingArguments(
         output_dir=str(checkpoints),
         max_steps=training.max_steps,
         per_device_train_batch_size=microbatch,
@@ -167,6 +179,11 @@ def _arguments(training: TrainingRecipe, checkpoints: Path, seed: int) -> Traini
         dataloader_pin_memory=torch.accelerator.is_available(),
         seed=seed,
     )
+    # Of several GPUs one process uses one; transformers would spread each microbatch over all of them, and more of them
+    # would make a step larger. torchrun starts a process for each.
+    assert arguments.device is not None  # sets _n_gpu
+    arguments._n_gpu = min(arguments._n_gpu, 1)
+    return arguments
 
 
 class _Feedback:
@@ -215,7 +232,7 @@ def examples_of(recipe: Recipe, split: str) -> Examples:
 
 
 def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
-    """Select, test and write the result; then the checkpoints are no longer needed."""
+    """Select, test and write the result."""
     validations = folder.metrics.validations()
     selected = best_step(validations)
     model = AutoModelForCausalLM.from_pretrained(
@@ -225,9 +242,11 @@ def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
         model.to(torch.accelerator.current_accelerator())
     if recipe.training.mup_base_width is not None:
         fold_logit_scale(model, _width_share(recipe))
-    save_model(model, None, folder.model, overwrite=True)
+    with one_kind_of_write_error(str(folder.model)):
+        save_model(model, None, folder.model, overwrite=True)
     answers = _test(model, recipe, name or folder.path.name)
-    _save_predictions(answers, folder.predictions_file)
+    with one_kind_of_write_error(str(folder.predictions_file)):
+        _save_predictions(answers, folder.predictions_file)
     seconds = [row["seconds"] for row in folder.metrics.rows() if "seconds" in row]
     result = {
         "selected_step": selected,
@@ -241,8 +260,13 @@ def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
         "training_seconds": round(math.fsum(seconds), 3),
     }
     write_whole(folder.result_file, json.dumps(result, indent=2) + "\n")
-    keep_only(folder.checkpoints, set())
-    folder.checkpoints.rmdir()
+
+
+def _remove_checkpoints(folder: RunFolder) -> None:
+    """Of a finished run, which does not need them."""
+    if folder.checkpoints.exists():
+        keep_only(folder.checkpoints, set())
+        shutil.rmtree(folder.checkpoints)
 
 
 def _test(model: PreTrainedModel, recipe: Recipe, name: str) -> dict[int, Predictions]:
@@ -256,14 +280,14 @@ def _test(model: PreTrainedModel, recipe: Recipe, name: str) -> dict[int, Predic
 
 
 def _save_predictions(answers: dict[int, Predictions], file: Path) -> None:
-    """[N, S] int16 for each length: `LENGTH.predicted`, `LENGTH.target` and, where asked, `LENGTH.generated`."""
+    """[N, S] int32 for each length: `LENGTH.predicted`, `LENGTH.target` and, where asked, `LENGTH.generated`."""
     tensors: dict[str, torch.Tensor] = {}
     for length, said in answers.items():
         parts = {"predicted": said.predicted, "target": said.targets, "generated": said.generated}
         tensors |= {
-            f"{length}.{part}": ids.to(torch.int16).contiguous() for part, ids in parts.items() if ids is not None
+            f"{length}.{part}": ids.to(torch.int32).contiguous() for part, ids in parts.items() if ids is not None
         }
-    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    partial = partial_name(file)
     try:
         save_file(tensors, partial)
         partial.replace(file)

@@ -13,6 +13,7 @@ result.json         the selected step and the test scores; written last, so that
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -29,7 +30,9 @@ from crosscurrent.training.telemetry import MetricsFile, write_whole
 from crosscurrent.version import __version__
 
 # A run begun with one version of these must not go on with another: its numbers would be those of neither.
-_MUST_AGREE = ("crosscurrent", "torch", "transformers", "num_threads", "device")
+_MUST_AGREE_TO_GO_ON = ("crosscurrent", "torch", "transformers", "num_threads", "num_processes", "device")
+# Runs made with different versions of these do not stand in one table.
+_MUST_AGREE_TO_COMPARE = ("crosscurrent", "torch", "transformers")
 
 
 class BusyError(OSError):
@@ -77,11 +80,11 @@ class RunFolder:
 
     def versions(self) -> dict[str, Any]:
         """The versions it was made with."""
-        return read_json(self.versions_file)
+        return read_json(self.versions_file, "crosscurrent")
 
     def result(self) -> dict[str, Any]:
         """What `result.json` holds."""
-        return read_json(self.result_file)
+        return read_json(self.result_file, "selected_step", "validation", "test", "num_parameters", "seconds_per_step")
 
     def open(self, recipe: Recipe) -> None:
         """Begin the run, or make sure that the folder is this run's.
@@ -91,8 +94,18 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give the name of a folder.")
+        for leftover in self.path.glob(".*.partial-*"):  # of a process that was killed
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not self.recipe_file.exists():
             self._begin(recipe)
+            return
+        self.check_recipe(recipe)
+        if not self.is_done:
+            refuse_other_versions(f"{self.path} was begun", self.versions(), current_versions(), _MUST_AGREE_TO_GO_ON)
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise ValueError if there is a run of another recipe, or a finished one of other versions."""
+        if not self.recipe_file.exists():
             return
         differing = differences(self.recipe().model_dump(mode="json"), recipe.model_dump(mode="json"))
         if differing:
@@ -100,25 +113,15 @@ class RunFolder:
                 f"{self.path} holds a run of another recipe ({'; '.join(differing[:3])}): give another folder, or delete "
                 "this one to run again."
             )
-        if not self.is_done:
-            self._check_versions()
+        if self.is_done:
+            refuse_other_versions(f"{self.path} was made", self.versions(), current_versions())
 
     def _begin(self, recipe: Recipe) -> None:
-        strange = [entry.name for entry in _entries(self.path) if entry.name not in (".lock", "versions.json")]
+        strange = [entry.name for entry in self.path.iterdir() if entry.name not in (".lock", "versions.json")]
         if strange:
             raise ValueError(f"{self.path} holds something else than a run ({strange[0]}): give another folder.")
-        self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.versions_file, json.dumps(current_versions(), indent=2) + "\n")
         write_whole(self.recipe_file, write_yaml(recipe))
-
-    def _check_versions(self) -> None:
-        then, now = self.versions(), current_versions()
-        changed = [f"{name} {then.get(name)} -> {now[name]}" for name in _MUST_AGREE if then.get(name) != now[name]]
-        if changed:
-            raise ValueError(
-                f"{self.path} was begun with other versions ({', '.join(changed)}), and its numbers would be those of "
-                "neither: go on with the old ones, or delete the folder to run again."
-            )
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -136,7 +139,7 @@ class RunFolder:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise BusyError(f"{self.path}: another process is at work on this run.") from None
+            raise BusyError(f"{self.path}: another process is at work on this run. Wait for it, or stop it.") from None
         try:
             yield
         finally:
@@ -175,18 +178,38 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     ]
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+def refuse_other_versions(
+    what: str, then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...] = _MUST_AGREE_TO_COMPARE
+) -> None:
+    """Raise ValueError if some versions differ.
+
+    Args:
+        what: begins the message, as "runs/a was made".
+        then, now: as `current_versions` gives them.
+        names: of the versions that must agree.
+    """
+    changed = [f"{name} {then.get(name)} -> {now.get(name)}" for name in names if then.get(name) != now.get(name)]
+    if changed:
+        raise ValueError(
+            f"{what} with other versions ({', '.join(changed)}), and their numbers do not mix: use the same versions, or "
+            "another folder, or delete this one to run again."
+        )
+
+
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """The object in a JSON file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or one of the keys is missing.
         OSError: it cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        missing = [key for key in keys if key not in found]
+        if missing:
+            raise ValueError(f"without {missing[0]!r}")
+    except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or delete the run's folder.") from None
-
-
-def _entries(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.exists() else []
+    return found

@@ -1,10 +1,11 @@
 """Writing a model so that a folder is either complete or not there at all."""
 
-import os
 import shutil
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosscurrent.training.telemetry import partial_name
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
@@ -40,7 +41,7 @@ def save_model(
     check_target(folder, overwrite)
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial = partial_name(folder)
     try:
         model.save_pretrained(partial)
         if tokenizer is not None:
@@ -54,7 +55,7 @@ def _replace(folder: Path, complete: Path) -> None:
     if not folder.exists():
         complete.rename(folder)
         return
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    old = partial_name(folder)
     folder.rename(old)
     try:
         complete.rename(folder)

@@ -1,12 +1,13 @@
 """What all recipes are made of: settings that refuse what they do not know, and say what was meant."""
 
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from crosscurrent.suggestions import did_you_mean
 
 
 class Settings(BaseModel):
@@ -19,15 +20,13 @@ class Settings(BaseModel):
     def _refuse_unknown_keys(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields:
-                raise ValueError(f"there is no key {key!r}:{nearest(str(key), cls.model_fields)}")
+                raise ValueError(f"there is no key {key!r}.{nearest(str(key), list(cls.model_fields))}")
         return given
 
 
-def nearest(given: str, allowed: Any) -> str:
-    """ " did you mean ...?", if something is near, and all that is allowed."""
-    near = get_close_matches(given, list(allowed), n=1)
-    hint = f" did you mean {near[0]!r}?" if near else ""
-    return f"{hint} Allowed: {', '.join(sorted(allowed))}."
+def nearest(given: str, allowed: Collection[str]) -> str:
+    """What was meant, if something is near, and all that is allowed."""
+    return f"{did_you_mean(given, allowed)} Allowed: {', '.join(sorted(allowed))}."
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
@@ -128,6 +127,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """A key written twice is a mistake, which plain YAML passes over."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        self.flatten_mapping(node)  # "<<: *anchor"
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:

@@ -18,7 +18,6 @@ The recipe of a run is the defaults, then its task's part, then its model's part
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from pydantic import Field, model_validator
 
 from crosscurrent.experiments.recipe import Recipe, Seed, load_recipe
 from crosscurrent.experiments.settings import Settings, merge, nearest, read_yaml, validated
+from crosscurrent.suggestions import did_you_mean
 
 Values = dict[str, Any]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # they become names of folders
@@ -150,7 +150,7 @@ class PlannedRun:
 def _check_labels(given: Iterable[str], known: Iterable[str], what: str) -> None:
     for label in given:
         if label not in known:
-            raise ValueError(f"there is no {what} {label!r}:{nearest(label, known)}")
+            raise ValueError(f"there is no {what} {label!r}.{nearest(label, list(known))}")
 
 
 def shipped() -> Path:
@@ -194,9 +194,8 @@ def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
     wanted = name if scale is None else f"{name}/{scale}"
     studies = shipped_studies()
     if wanted not in studies:
-        near = get_close_matches(wanted, studies, n=1)
-        hint = f" did you mean {near[0]}?" if near else ""
-        raise ValueError(f"there is no study {wanted}:{hint} Give one of {', '.join(studies)}, or a .yaml file.")
+        hint = did_you_mean(wanted, studies)
+        raise ValueError(f"there is no study {wanted!r}.{hint} Give one of {', '.join(studies)}, or a .yaml file.")
     return wanted, load_study(studies[wanted])
 
 
@@ -229,8 +228,7 @@ def recipe_names() -> list[str]:
 def _split(name: str) -> tuple[str, str, str]:
     names = recipe_names()
     if name not in names:
-        near = get_close_matches(name, names, n=3)
-        hint = f" did you mean {', '.join(near)}?" if near else ""
-        raise ValueError(f"there is no recipe {name}:{hint} `crosscurrent recipes` lists them; a file ends in .yaml.")
+        hint = did_you_mean(name, names, most=3)
+        raise ValueError(f"there is no recipe {name!r}.{hint} `crosscurrent recipes` lists them; a file ends in .yaml.")
     study, task, model = name.rsplit("/", 2)
     return study, task, model

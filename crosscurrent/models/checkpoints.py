@@ -1,6 +1,5 @@
 """Loading that answers a broken checkpoint at once, in one message."""
 
-import difflib
 import warnings
 from typing import Any
 
@@ -8,6 +7,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from crosscurrent.suggestions import did_you_mean
 
 _ALIGNMENT = 64  # bytes, of every block that torch allocates on a CPU
 
@@ -104,10 +105,8 @@ def refuse_misspelt_settings(config: PreTrainedConfig, unknown: dict[str, Any]) 
     for name in unknown:
         if isinstance(getattr(type(config), name, None), property) and name in ("num_hidden_layers", "head_dim"):
             raise ValueError(f"{type(config).__name__} derives {name} from its other settings: {own}.")
-        close = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
-        if close:
-            raise ValueError(
-                f"{type(config).__name__} has no setting {name!r}. Did you mean {close[0]!r}? It has: {own}."
-            )
+        hint = did_you_mean(name, own, cutoff=0.8)
+        if hint:
+            raise ValueError(f"{type(config).__name__} has no setting {name!r}.{hint} It has: {own}.")
         if name not in known and not name.startswith("_"):
             warnings.warn(f"{type(config).__name__} has no setting {name!r}: it has no effect.", stacklevel=4)

@@ -3,7 +3,6 @@
 Shapes: B rows, T tokens of this call, P tokens of earlier calls.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crosscurrent.recurrence import PADDING
+from crosscurrent.suggestions import did_you_mean
 
 
 def check_token_ids(input_ids: Tensor | None, inputs_embeds: Tensor | None, vocab_size: int) -> tuple[int, int]:
@@ -142,9 +142,9 @@ def _refuse_backward_segments(labels: Tensor, current: Tensor) -> None:
 def refuse_misspelt_arguments(unknown: dict[str, Any], forward: Callable[..., Any]) -> None:
     """Raise for an argument that is spelt almost like one of `forward`: it would be passed on and have no effect."""
     for name in unknown:
-        close = difflib.get_close_matches(name, _argument_names(forward), n=1, cutoff=0.85)
-        if close:
-            raise ValueError(f"forward has no argument {name!r}. Did you mean {close[0]!r}?")
+        hint = did_you_mean(name, _argument_names(forward), cutoff=0.85)
+        if hint:
+            raise ValueError(f"forward has no argument {name!r}.{hint}")
 
 
 @lru_cache(maxsize=16)

@@ -1,12 +1,12 @@
 """The solvers by name, so that a model's configuration can hold one."""
 
-import difflib
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
 from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import Problem, Solution
 from crosscurrent.recurrence.sequential import Sequential
+from crosscurrent.suggestions import did_you_mean
 
 
 class Solver(Protocol):
@@ -44,12 +44,12 @@ def solver_from_dict(data: dict[str, Any]) -> Solver:
     name = settings.pop("name", None)
     if name not in SOLVERS:
         raise ValueError(
-            f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{_suggestion(name, SOLVERS)}"
+            f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{did_you_mean(name, SOLVERS)}"
         )
     known = SOLVERS[name].__dataclass_fields__
     for key in settings:
         if key not in known:
-            raise ValueError(f"{name} has no setting {key!r}: it has {sorted(known)}.{_suggestion(key, known)}")
+            raise ValueError(f"{name} has no setting {key!r}: it has {sorted(known)}.{did_you_mean(key, known)}")
     solver: Solver = SOLVERS[name](**settings)
     return solver
 
@@ -69,8 +69,3 @@ def as_solver(solver: Any) -> Solver:
         f"solver={solver!r} is not allowed: give an object such as cc.Jacobi(iterations=16, backward_iterations=4) or "
         'cc.Sequential(), or a dictionary {"name": ..., and its settings}.'
     )
-
-
-def _suggestion(word: Any, known: Any) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -9,6 +9,7 @@ number begins with a zero, but zero itself.
 """
 
 import random
+from collections.abc import Sequence
 
 from crosscurrent.tasks.splits import Split
 from crosscurrent.tasks.task import BOS, Layout, Lengths, Symbols, Task
@@ -24,8 +25,12 @@ class Addition(Task):
     chance = 0.1
     lengths = Lengths((8,), (8,), (9, 10, 11, 12, 14, 16, 32))
     num_test = 256
+    min_length = 2  # a pair of shorter numbers may belong to any split
     min_held_out_length = 2
     metrics = ("answer_tokens", "exact")
+
+    def trained_range(self, lengths: Sequence[int]) -> tuple[int, int]:
+        return 1, max(lengths)
 
     def draw(self, numbers: random.Random, length: int, split: Split) -> Symbols:
         a, b = (_number(numbers, length if split == "test" else numbers.randint(1, length)) for _ in range(2))

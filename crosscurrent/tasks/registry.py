@@ -1,7 +1,6 @@
 """Tasks by name."""
 
-from difflib import get_close_matches
-
+from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.addition import Addition
 from crosscurrent.tasks.modular import Mod5Brackets, Mod5Flat
 from crosscurrent.tasks.parity import Parity
@@ -38,12 +37,10 @@ def get_task(name: str) -> Task:
         0.5
         >>> get_task("partiy")
         Traceback (most recent call last):
-        ValueError: there is no task 'partiy': did you mean 'parity'? Tasks: addition, mod5_brackets, ...
+        ValueError: there is no task 'partiy'. Did you mean 'parity'? Tasks: addition, mod5_brackets, ...
     """
     if name not in _TASKS:
-        near = get_close_matches(name, _TASKS, n=1)
-        hint = f" did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no task {name!r}:{hint} Tasks: {', '.join(task_names())}.")
+        raise ValueError(f"there is no task {name!r}.{did_you_mean(name, _TASKS)} Tasks: {', '.join(task_names())}.")
     return _TASKS[name]
 
 

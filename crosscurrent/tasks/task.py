@@ -1,8 +1,7 @@
 """What every sequence task is: symbols in, one symbol to predict at each supervised position.
 
-A task describes itself by class attributes and three methods: `draw` makes the payload (what is read), `answers` says
-what is to be predicted after each symbol of it, `text` lays the two out. The rest is shared: examples by index,
-splits that cannot overlap, token ids.
+A task describes itself by class attributes and two methods: `draw` makes the payload, `layout` says what is read and what
+is to be predicted where. The rest is shared: examples by index, splits that cannot overlap, token ids.
 """
 
 import random
@@ -89,6 +88,10 @@ class Task(ABC):
             raise ValueError(
                 f"length={length} is not allowed for the {split} split of {self.name}: give at least {shortest}."
             )
+
+    def trained_range(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """The shortest and the longest payload that training examples of these lengths have."""
+        return min(lengths), max(lengths)
 
     def payload(self, split: Split, length: int, index: int, seed: int = 0) -> Symbols:
         """The payload number `index` of a split.

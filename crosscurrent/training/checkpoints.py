@@ -1,9 +1,26 @@
 """Checkpoints that can be told complete from incomplete, so that a run may be killed while it writes one."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 _COMPLETE = "complete"  # a file that is written last
+
+
+@contextmanager
+def one_kind_of_write_error(what: str) -> Iterator[None]:
+    """Make an OSError of the errors that safetensors and torch raise on a full disk.
+
+    Args:
+        what: is being written.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(f"{what} cannot be written: {error}") from error
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ class MetricsFile:
                 )
         return rows
 
+    def covered_steps(self) -> set[int]:
+        """The steps of validations before which no row is missing: those that a run can go on from."""
+        rows = self.rows()
+        trained = {row["step"] for row in rows if "loss" in row}
+        first_missing = next(step for step in range(1, len(trained) + 2) if step not in trained)
+        return {row["step"] for row in rows if "validation_loss" in row and row["step"] < first_missing}
+
     def cut_after(self, step: int) -> None:
         """Leave out the rows of later steps, and what is incomplete."""
         kept = [row for row in self.rows() if row["step"] <= step]
@@ -90,9 +98,14 @@ def best_step(validations: list[Row]) -> int:
     return min(validations, key=lambda row: (row["validation_loss"], row["step"]))["step"]
 
 
+def partial_name(path: Path) -> Path:
+    """Where to write what is to be moved to `path` when it is whole; another place at each call."""
+    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there whole or as it was before."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = partial_name(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)

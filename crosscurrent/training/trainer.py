@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
@@ -23,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from crosscurrent.evaluation.scoring import Examples, metrics_of, predict
 from crosscurrent.tasks import IGNORED
-from crosscurrent.training.checkpoints import keep_only, mark_complete
+from crosscurrent.training.checkpoints import keep_only, mark_complete, one_kind_of_write_error
 from crosscurrent.training.telemetry import MetricsFile, best_step
 
 PREFIX = "eval_"  # transformers' name for what validation measures
@@ -64,17 +63,13 @@ class TaskTrainer(Trainer):
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = outputs["logits"].float() * self.logit_scale
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        if not torch.isfinite(loss):
-            step = self.state.global_step + 1
-            raise ValueError(f"the loss is {loss.item()} at step {step}: lower training.learning_rate.")
+        refuse_nonfinite(loss.item(), "loss", self.state.global_step + 1)
         return loss / num_items_in_batch
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As transformers, with one kind of error for what cannot be written."""
-        try:
+        with one_kind_of_write_error(f"the checkpoint of step {self.state.global_step}"):
             super()._save_checkpoint(*args, **kwargs)
-        except (SafetensorError, RuntimeError) as error:
-            raise OSError(f"the checkpoint of step {self.state.global_step} cannot be written: {error}") from error
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Loss over all validation examples, and the task's metrics for each length.
@@ -90,10 +85,18 @@ class TaskTrainer(Trainer):
             losses.append(answers.loss)
             found = metrics_of(self.validation.task, answers)
             metrics |= {f"{PREFIX}{name}_{length}": value for name, value in found.items()}
-        metrics = {f"{PREFIX}loss": math.fsum(losses) / len(losses), **metrics}
+        loss = math.fsum(losses) / len(losses)
+        refuse_nonfinite(loss, "validation loss", self.state.global_step)
+        metrics = {f"{PREFIX}loss": loss, **metrics}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def refuse_nonfinite(loss: float, what: str, step: int) -> None:
+    """Raise ValueError if a loss is NaN or infinite."""
+    if not math.isfinite(loss):
+        raise ValueError(f"the {what} is {loss} at step {step}: lower training.learning_rate.")
 
 
 class Curricula(TrainerCallback):

@@ -23,10 +23,10 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     hidden = [parameter for parameter, is_matrix in named if is_matrix and id(parameter) not in embeddings]
     outer = [parameter for parameter, is_matrix in named if is_matrix and id(parameter) in embeddings]
     vectors = [parameter for parameter, is_matrix in named if not is_matrix]
-    groups = [
-        {"params": hidden, "lr": learning_rate * share, "weight_decay": weight_decay / share},
-        {"params": outer, "lr": learning_rate, "weight_decay": weight_decay},
+    groups = [  # the first one's rate is the one that is logged
         {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
+        {"params": outer, "lr": learning_rate, "weight_decay": weight_decay},
+        {"params": hidden, "lr": learning_rate * share, "weight_decay": weight_decay / share},
     ]
     return [group for group in groups if group["params"]]
 

@@ -18,39 +18,36 @@ from crosscurrent.experiments.aggregate import Run, Score
 from crosscurrent.tasks import Task
 from crosscurrent.training.telemetry import write_whole
 
-# Okabe and Ito's colours, which differ for nearly all eyes, and markers that differ without colour.
-_STYLES = (
-    ("#0072B2", "o"),
-    ("#E69F00", "s"),
-    ("#009E73", "^"),
-    ("#D55E00", "D"),
-    ("#CC79A7", "v"),
-    ("#56B4E9", "P"),
-    ("#000000", "X"),
-    ("#9A7D0A", "<"),
-)
+# Okabe and Ito's colours, which differ for nearly all eyes, and markers and lines that differ without colour. The numbers of
+# markers and lines have no common factor, and each run through the colours takes the next line.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#9A7D0A")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+_LINES = ("-", "--", ":", "-.")
 # The same figure gives the same file: no date in it, no random ids, text as text.
 _SVG: Any = {"svg.hashsalt": "crosscurrent", "svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
 
 
-def style_of(model: str, models: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker of a model, the same in all figures of a report."""
-    return _STYLES[models.index(model) % len(_STYLES)]
+def style_of(model: str, models: Sequence[str]) -> dict[str, Any]:
+    """Colour and line of a model, the same in all figures of a report, and different for up to 32 models."""
+    place = models.index(model)
+    return {"color": _COLOURS[place % len(_COLOURS)], "linestyle": _LINES[place // len(_COLOURS) % len(_LINES)]}
 
 
-def draw_generalisation(
-    scores: Sequence[Score], task: Task, train_lengths: Sequence[int], models: Sequence[str]
-) -> Figure:
+def _marker_of(model: str, models: Sequence[str]) -> str:
+    return _MARKERS[models.index(model) % len(_MARKERS)]
+
+
+def draw_generalisation(scores: Sequence[Score], task: Task, trained: tuple[int, int], models: Sequence[str]) -> Figure:
     """The first metric against the length: mean and sample standard deviation, and every seed as a small mark.
 
     Args:
         scores: of one task and one metric.
         task: for the chance and the title.
-        train_lengths: shown as a shaded range.
+        trained: the shortest and the longest training length, shown as a shaded range.
         models: all models of the report, which decides their styles.
     """
     figure, axes = plt.subplots(figsize=(7.2, 5.0), layout="constrained")
-    shortest, longest = min(train_lengths), max(train_lengths)
+    shortest, longest = trained
     label = f"training lengths ({shortest}–{longest})" if longest > shortest else f"training length ({longest})"
     axes.axvspan(shortest * 0.97, longest * 1.03, color="0.9", label=label)
     axes.axhline(100 * task.chance, color="0.35", linestyle=":", label=f"chance ({100 * task.chance:.3g} %)")
@@ -75,18 +72,20 @@ def draw_generalisation(
 
 def _draw_model(axes: Axes, scores: Sequence[Score], place: int, models: Sequence[str]) -> None:
     model = scores[0].model
-    colour, marker = style_of(model, models)
+    style, marker = style_of(model, models), _marker_of(model, models)
     shift = 1 + 0.012 * place  # so that equal models can be told apart
     xs = [score.length * shift for score in scores]
     errors = [100 * (score.standard_deviation or 0.0) for score in scores]
     counts = {len(score.values) for score in scores}
     label = f"{model} (n = {'–'.join(map(str, sorted(counts)))})"
     axes.errorbar(
-        xs, [100 * s.mean for s in scores], errors, color=colour, marker=marker, capsize=3, linewidth=1.8, label=label
+        xs, [100 * s.mean for s in scores], errors, marker=marker, capsize=3, linewidth=1.8, label=label, **style
     )
     for x, score in zip(xs, scores, strict=True):
         values = [100 * value for value in score.values.values()]
-        axes.plot([x] * len(values), values, marker=marker, color=colour, alpha=0.45, markersize=3, linestyle="none")
+        axes.plot(
+            [x] * len(values), values, marker=marker, color=style["color"], alpha=0.45, markersize=3, linestyle="none"
+        )
 
 
 def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figure:
@@ -95,7 +94,7 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
     metric = task.metrics[0]
     seen: set[str] = set()
     for run in runs:
-        colour, _ = style_of(run.model, models)
+        style = style_of(run.model, models)
         label = None if run.model in seen else run.model
         seen.add(run.model)
         training = [(row["step"], row["loss"]) for row in run.rows if "loss" in row]
@@ -104,14 +103,14 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         scores = [100 * sum(row[f"validation_{metric}_{n}"] for n in lengths) / len(lengths) for row in checks]
         steps = [row["step"] for row in checks]
         # Thousands of points each: as a picture inside the drawing they take a fraction of the space.
-        all_axes[0].plot(
-            *zip(*training, strict=True), color=colour, linewidth=0.5, alpha=0.7, label=label, rasterized=True
-        )
-        all_axes[1].plot(steps, [row["validation_loss"] for row in checks], color=colour, linewidth=1)
-        all_axes[2].plot(steps, scores, color=colour, linewidth=1)
+        all_axes[0].plot(*zip(*training, strict=True), linewidth=0.5, alpha=0.7, label=label, rasterized=True, **style)
+        all_axes[1].plot(steps, [row["validation_loss"] for row in checks], linewidth=1, **style)
+        all_axes[2].plot(steps, scores, linewidth=1, **style)
         if run.result is not None:
             selected = steps.index(run.result["selected_step"])
-            all_axes[1].plot(steps[selected], checks[selected]["validation_loss"], "o", color=colour, markersize=4)
+            all_axes[1].plot(
+                steps[selected], checks[selected]["validation_loss"], "o", color=style["color"], markersize=4
+            )
     titles = (
         "training loss, every step",
         "validation loss (dot: selected)",
@@ -132,11 +131,11 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
 
 
 def save_figure(figure: Figure, path: Path) -> str:
-    """Write `path`.png and `path`.svg, and return the SVG's element for a page."""
-    figure.savefig(path.with_suffix(".png"), dpi=130, metadata={"Software": None})
+    """Write PATH.png and PATH.svg, and return the SVG's element for a page."""
+    figure.savefig(f"{path}.png", dpi=130, metadata={"Software": None})
     text = StringIO()
     with plt.rc_context(_SVG):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
-    write_whole(path.with_suffix(".svg"), text.getvalue())
+    write_whole(Path(f"{path}.svg"), text.getvalue())
     return text.getvalue()[text.getvalue().index("<svg") :]

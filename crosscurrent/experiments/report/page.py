@@ -13,6 +13,8 @@ from crosscurrent.experiments.report.tables import run_table, score_table, seed_
 from crosscurrent.experiments.settings import read_yaml
 from crosscurrent.training.telemetry import write_whole
 
+KINDS = ("lengths", "curves")  # of figures
+
 
 @dataclass(frozen=True)
 class Section:
@@ -63,6 +65,9 @@ def write_report(collection: Collection, output: Path) -> list[Path]:
     figures, tables = output / "figures", output / "tables"
     for folder in (figures, tables):
         folder.mkdir(parents=True, exist_ok=True)
+    for kind in KINDS:  # an earlier report may have had other tasks
+        for earlier in figures.glob(f"*_{kind}.*"):
+            earlier.unlink()
     sections = [_section(collection, task, figures) for task in collection.tasks if collection.of_task(task)]
     rows = {"scores": score_table(collection), "seeds": seed_table(collection), "runs": run_table(collection)}
     for name, table in rows.items():
@@ -71,12 +76,14 @@ def write_report(collection: Collection, output: Path) -> list[Path]:
         sections=sections,
         runs=_costs(collection),
         unfinished=[run.name for run in collection.runs if run.result is None],
-        seeds_asked=collection.seeds_asked,
         versions=_versions(collection),
         source=_published()["source"],
     )
     write_whole(output / "report.html", page)
-    return [output / "report.html", *sorted(figures.iterdir()), *sorted(tables.iterdir())]
+    drawn = [
+        figures / f"{section.task}_{kind}.{form}" for section in sections for kind in KINDS for form in ("png", "svg")
+    ]
+    return [output / "report.html", *drawn, *(tables / f"{name}.{form}" for name in rows for form in ("csv", "json"))]
 
 
 def _section(collection: Collection, task: str, figures: Path) -> Section:
@@ -85,7 +92,8 @@ def _section(collection: Collection, task: str, figures: Path) -> Section:
     recipe = runs[0].recipe.task
     first = [score for score in scores if score.metric == recipe.task.metrics[0]]
     shown = save_figure(
-        draw_generalisation(first, recipe.task, recipe.train_lengths, models), figures / f"{task}_lengths"
+        draw_generalisation(first, recipe.task, recipe.task.trained_range(recipe.train_lengths), models),
+        figures / f"{task}_lengths",
     )
     every = [run for run in collection.runs if run.task == task and run.rows]
     curves = save_figure(draw_curves(every, recipe.task, models), figures / f"{task}_curves")

@@ -69,11 +69,11 @@ def run_table(collection: Collection) -> Table:
 
 
 def write_table(table: Table, path: Path) -> None:
-    """Write `path`.csv and `path`.json."""
+    """Write PATH.csv and PATH.json."""
     text = io.StringIO()
     if table:
         writer = csv.DictWriter(text, fieldnames=list(table[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
-    write_whole(path.with_suffix(".csv"), text.getvalue())
-    write_whole(path.with_suffix(".json"), json.dumps(table, indent=1) + "\n")
+    write_whole(Path(f"{path}.csv"), text.getvalue())
+    write_whole(Path(f"{path}.json"), json.dumps(table, indent=1) + "\n")
