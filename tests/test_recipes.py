@@ -39,6 +39,16 @@ def refused(change: str) -> str:
         ("trainig.max_steps=3", ["'trainig'", "'training'"]),
         ("model.feedback_intervall=3", ["model", "'feedback_interval'"]),
         ("training.max_steps=two", ["training.max_steps", "'two'"]),
+        ("model.solver={name: jacobi, tolerance: 1e-12}", ["tolerance='1e-12'", "positive number"]),
+        ("model.solver={name: [jacobi]}", ["['jacobi']"]),
+        ("model.feedback_interval=99999999999999999999", ["model.feedback_interval"]),
+        ("model.hidden_size=99999999999999999999", ["model.hidden_size"]),
+        ("model.feedback_scale=true", ["feedback_scale=True"]),
+        ("curriculum.feedback_interval={steps: [[0, -3]]}", ["feedback_interval", "-3"]),
+        ("curriculum.max_length={ramp: [5, 0], num_steps: 3}", ["max_length", "0"]),
+        ("curriculum.feedback_scale={ramp: [1e308, -1e308], num_steps: 3}", ["finite"]),
+        ("task.train_lengths=[99999999999999999999]", ["at most"]),
+        ("seed=4294967296", ["seed"]),
         ("training.max_steps=true", ["training.max_steps", "True"]),
         ("training.max_steps=2.5", ["training.max_steps", "2.5"]),
         ("task.prefix_supervision=1", ["task.prefix_supervision", "1"]),
@@ -66,7 +76,11 @@ def refused(change: str) -> str:
         ("evaluation.solver={name: jacoby}", ["jacoby", "jacobi"]),
         ("model.model_type=bert", ["sees tokens to come"]),
         ("model={model_type: gpt2, settings: {n_headd: 3}}", ["'n_headd'", "'n_head'"]),
-        ("model={model_type: gpt2, settings: {n_head: x}}", ["gpt2"]),
+        ("model={model_type: gpt2, settings: {n_head: 3}}", ["n_head is given"]),
+        ("model={model_type: gpt2, settings: {activation_function: nope}}", ["nope"]),
+        ("model={model_type: gpt2, settings: {use_cache: no-string}}", ["use_cache"]),
+        ("model={model_type: gpt2, settings: {n_positions: 15}}", ["15 tokens", "41"]),
+        ("model={model_type: xlnet}", ["make a model"]),
         ("model.model_type=gpt3", ["model.model_type", "'gpt3'", "'gpt2'"]),
         ("model.solver={name: jacobi, iterations: 0}", ["iterations"]),
     ],
@@ -106,12 +120,15 @@ def test_overrides_reach_any_value(tmp_path: Path) -> None:
     )
     assert name == "my" and recipe.training.max_steps == 3 and recipe.seed == 9
     assert recipe.model.feedback_interval is None  # type: ignore[union-attr]
-    for wrong in ("training.max_steps", "=3", "training..max_steps=3", "seed={"):
+    for wrong in (["training.max_steps"], ["=3"], ["training..max_steps=3"], ["seed={"], ["seed={a: 1, a: 2}"]):
         with pytest.raises(ValueError, match=r"training|YAML"):
-            overrides([wrong])
+            overrides(wrong)
+    for twice in (["training=5", "training.max_steps=2"], ["seed=1", "seed=2"]):
+        with pytest.raises(ValueError, match="given twice"):
+            overrides(twice)
 
 
-@pytest.mark.parametrize("text", ["- a\n", "a: [1\n", "seed: 1\nseed: 2\n", "", "3", "\xff"])
+@pytest.mark.parametrize("text", ["- a\n", "a: [1\n", "a: " + 2000 * "[", "seed: 1\nseed: 2\n", "", "3", "\xff"])
 def test_files_that_are_no_recipes_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"bad\.yaml"):
@@ -154,8 +171,11 @@ def test_a_study_plans_its_grid(tmp_path: Path) -> None:
     assert names == [f"{cell}/seed-{seed}" for seed in (1, 2) for cell in cells]
     (run,) = found.plan("s", ["swaps"], ["b"], [2], {"training": {"max_steps": 1}})
     assert run.recipe.model.hidden_size == 8 and run.recipe.seed == 2 and run.recipe.training.max_steps == 1
-    cells_only = load(tmp_path, study(cells=[{"tasks": ["parity"], "models": ["b"], "changes": {"seed": 0}}]))
+    cells_only = load(
+        tmp_path, study(cells=[{"tasks": ["parity"], "models": ["b"], "changes": {"model": {"hidden_size": 4}}}])
+    )
     assert [run.name for run in cells_only.plan("s")] == ["parity/b/seed-1", "parity/b/seed-2"]
+    assert cells_only.plan("s")[0].recipe.model.hidden_size == 4
 
 
 @pytest.mark.parametrize(
@@ -167,6 +187,9 @@ def test_a_study_plans_its_grid(tmp_path: Path) -> None:
         ({"cells": [{"tasks": ["partiy"], "models": ["a"]}]}, ["cells[0]", "'partiy'", "'parity'"]),
         ({"cells": [{"tasks": ["parity", "parity"], "models": ["a"]}]}, ["a on parity", "twice"]),
         ({"tasks": {"../evil": {}}}, ["../evil"]),
+        ({"tasks": {}}, ["needs tasks"]),
+        ({"cells": [{"tasks": [], "models": ["a"]}]}, ["needs tasks"]),
+        ({"defaults": {"seed": 3}}, ["seed", "`seeds`"]),
     ],
 )
 def test_wrong_studies_are_refused(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
@@ -184,6 +207,7 @@ def test_wrong_parts_of_a_plan_are_refused(tmp_path: Path) -> None:
         ({"models": ["c"]}, "Allowed: a, b"),
         ({"seeds": [3]}, r"some of \[1, 2\]"),
         ({"seeds": [1, 1]}, "once"),
+        ({"changes": {"seed": 5}}, "cannot be changed"),
     ):
         with pytest.raises(ValueError, match=word):
             found.plan("s", **arguments)

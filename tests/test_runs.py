@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,6 +156,40 @@ def test_lost_metrics_are_measured_again(whole: Path, num_rows: int, stop: int |
 
 def stopped(*args: Any, **kwargs: Any) -> None:
     raise Stopped
+
+
+@pytest.mark.parametrize(
+    "file", ["optimizer.pt", "scheduler.pt", "model.safetensors", "trainer_state.json", "complete"]
+)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(whole: Path, file: str, cut: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "mark_complete", 6)
+        with pytest.raises(Stopped):
+            run(tiny_recipe(), path)
+    part = path / "checkpoints" / "checkpoint-4" / file
+    part.write_bytes(part.read_bytes()[:-3]) if cut else part.unlink()
+    run(tiny_recipe(), path)
+    assert_same_run(whole, path)
+
+
+@pytest.mark.parametrize("part", ["model", "predictions.safetensors", "metrics.jsonl"])
+def test_a_finished_run_that_lacks_something_is_not_called_done(part: str, tmp_path: Path) -> None:
+    run(tiny_recipe("transformer", training={"max_steps": 1}), tmp_path)
+    shutil.rmtree(tmp_path / part) if part == "model" else (tmp_path / part).unlink()
+    with pytest.raises(ValueError, match=f"{part} is missing"):
+        run(tiny_recipe("transformer", training={"max_steps": 1}), tmp_path)
+
+
+def test_a_folder_in_the_way_of_the_model_is_found_before_training(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "mark_complete", 2)
+        with pytest.raises(Stopped):
+            run(tiny_recipe(), tmp_path)
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(ValueError, match="model is a file"):
+        run(tiny_recipe(), tmp_path)
 
 
 def test_a_damaged_metrics_file_is_refused(tmp_path: Path) -> None:

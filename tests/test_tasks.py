@@ -290,6 +290,49 @@ def test_unknown_names_and_symbols_are_answered() -> None:
         get_task("parity").encode("012")
     with pytest.raises(ValueError, match="parity"):
         register_task(get_task("parity"))
+    for wrong in (None, 5):
+        with pytest.raises(ValueError, match="no task"):
+            get_task(wrong)  # type: ignore[arg-type]
+    for outside in (-1, 3):
+        with pytest.raises(ValueError, match=f"no token {outside}"):
+            get_task("parity").decode([outside])
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"name": 3}, "a name"),
+        ({"name": ""}, "name"),
+        ({"lengths": None}, "lengths"),
+        ({"vocabulary": ("0", "1")}, "<bos>"),
+        ({"vocabulary": ("0", "0", "<bos>")}, "once"),
+    ],
+)
+def test_tasks_that_do_not_describe_themselves_are_refused(attributes: dict[str, Any], words: str) -> None:
+    described = {"name": "new", "chance": 0.5, "lengths": get_task("parity").lengths, "vocabulary": ("0", "1", "<bos>")}
+    kind: Any = type("Mine", (type(get_task("parity")),), described | attributes)
+    with pytest.raises(ValueError, match=words):
+        register_task(kind())
+    with pytest.raises(ValueError, match="not a task"):
+        register_task(kind)
+    assert "new" not in task_names()
+
+
+def test_a_task_with_too_few_payloads_says_so() -> None:
+    class Constant(type(get_task("parity"))):  # type: ignore[misc]
+        name = "constant"
+
+        def draw(self, numbers: random.Random, length: int, split: Split) -> tuple[str, ...]:
+            return ("0",) * length
+
+    found = dict.fromkeys(SPLITS, 0)
+    for split in SPLITS:
+        try:
+            Constant().payload(split, 9, 0)
+            found[split] = 1
+        except ValueError as error:
+            assert "too few payloads" in str(error)
+    assert sum(found.values()) == 1
 
 
 @pytest.mark.parametrize("name", SEQUENCE_TASKS)

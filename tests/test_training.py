@@ -29,6 +29,10 @@ def test_schedules_are_functions_of_the_step() -> None:
             Steps(points)
     with pytest.raises(ValueError, match="num_steps=0"):
         Ramp(0, 1, 0)
+    with pytest.raises(ValueError, match="finite"):
+        Ramp(math.nan, 1, 2)
+    with pytest.raises(ValueError, match="step=-1"):
+        interval(-1)
 
 
 @pytest.mark.parametrize("model", ["rlt-1", "rlt-2", "t2mlr"])
@@ -174,10 +178,16 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         checkpoint_folder(tmp_path, step).mkdir()
     for step in (2, 4):
+        (checkpoint_folder(tmp_path, step) / "optimizer.pt").write_text("weights")
         mark_complete(tmp_path, step)
+    (tmp_path / "checkpoint-abc").mkdir()
     assert complete_steps(tmp_path) == [2, 4]
+    (checkpoint_folder(tmp_path, 2) / "optimizer.pt").write_text("weigh")
+    assert complete_steps(tmp_path) == [4]
     keep_only(tmp_path, {4})
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-abc"}
+    (checkpoint_folder(tmp_path, 4) / "optimizer.pt").unlink()
+    assert complete_steps(tmp_path) == []
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -87,6 +87,11 @@ class Examples:
     batch_size: int = 256
     solver: Solver | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("count", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: give at least 1.")
+
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of the model's forward and generate."""

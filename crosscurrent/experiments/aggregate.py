@@ -168,11 +168,16 @@ def _read(path: Path, study: Path | None) -> Run:
     folder = RunFolder(path)
     recipe = folder.recipe()
     named = path.parent if path.name.startswith("seed-") else path
+    result = folder.result() if folder.is_done else None
+    if result is not None and result["selected_step"] not in folder.metrics.covered_steps():
+        raise ValueError(
+            f"{folder.metrics.path}: rows are missing before step {result['selected_step']}: restore the file."
+        )
     return Run(
         task=recipe.task.name if study is None else path.relative_to(study).parts[0],
         model=named.name,
         recipe=recipe,
-        result=folder.result() if folder.is_done else None,
+        result=result,
         rows=folder.metrics.rows(),
         versions=folder.versions(),
         num_seeds_asked=None if study is None else len(read_json(study / STUDY_FILE, "study", "seeds")["seeds"]),

@@ -15,7 +15,7 @@ from crosscurrent.models.t2mlr import T2MLRConfig, T2MLRForCausalLM
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.suggestions import did_you_mean
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 
 
 def _valid_solver(solver: dict[str, Any]) -> dict[str, Any]:
@@ -166,16 +166,26 @@ class AnyRecipe(Size):
             "pad_token_id": None,
         }
         known = AutoConfig.for_model(self.model_type)
-        unknown = next((name for name in self.settings if not hasattr(known, name)), None)
-        if unknown is not None:
-            raise ValueError(f"{type(known).__name__} has no setting {unknown!r}.{did_you_mean(unknown, vars(known))}")
+        taken = {*size, *(known.attribute_map[name] for name in size if name in known.attribute_map), "model_type"}
+        for name in self.settings:
+            if name in taken:
+                raise ValueError(f"settings: {name} is given by the keys that all architectures share.")
+            if not hasattr(known, name):
+                raise ValueError(f"settings: {type(known).__name__} has no {name!r}.{did_you_mean(name, vars(known))}")
         wanted = {name: value for name, value in size.items() if hasattr(known, name)} | self.settings
-        try:
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **wanted))
-            _refuse_seeing_ahead(model, vocab_size)
-        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
-            raise ValueError(f"a {self.model_type} of this size cannot be built: {error}") from error
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **wanted))
+        _refuse_seeing_ahead(model, vocab_size)
         return model
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise ValueError if a model does not take so many tokens."""
+        known = AutoConfig.for_model(self.model_type, **self.settings)
+        longest = getattr(known, "max_position_embeddings", None)
+        if isinstance(longest, int) and num_tokens > longest:
+            raise ValueError(
+                f"model: a {self.model_type} takes {longest} tokens, and the longest examples have {num_tokens}: "
+                "give shorter lengths, or more positions in model.settings."
+            )
 
 
 @torch.no_grad()

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, model_validator
 
-from crosscurrent.experiments.architectures import ModelRecipe, RLTRecipe, Size, SolverSettings, T2MLRRecipe
+from crosscurrent.evaluation.scoring import METRICS
+from crosscurrent.experiments.architectures import AnyRecipe, ModelRecipe, RLTRecipe, Size, SolverSettings, T2MLRRecipe
 from crosscurrent.experiments.settings import Settings, merge, read_yaml, validated
+from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks import Task, get_task
 from crosscurrent.tasks.splits import Split
 from crosscurrent.training.schedules import Ramp, Steps
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-Seed = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # what numpy takes
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0)]
 
@@ -75,6 +78,9 @@ class TaskRecipe(Settings):
                 raise ValueError(f"{split}_lengths={list(lengths)}: give at least one length, and each once.")
             for length in lengths:
                 self.task.check_length(length, split)
+        unknown = next((metric for metric in self.task.metrics if metric not in METRICS), None)
+        if unknown is not None:
+            raise ValueError(f"{self.name} has a metric {unknown!r} that there is not.{did_you_mean(unknown, METRICS)}")
         return self
 
     @property
@@ -143,6 +149,11 @@ class Curve(Settings):
         self.of_step()
         return self
 
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """Values between which all others lie."""
+        return self.ramp if self.ramp is not None else tuple(value for _, value in self.steps or ())
+
     def of_step(self) -> Callable[[int], float]:
         """The function that gives the value of a step."""
         if self.steps is not None:
@@ -163,6 +174,15 @@ class CurriculumRecipe(Settings):
     feedback_interval: Curve | None = None
     feedback_scale: Curve | None = None
     max_length: Curve | None = None
+
+    @model_validator(mode="after")
+    def _counts(self) -> "CurriculumRecipe":
+        for name in ("feedback_interval", "max_length"):
+            curve = getattr(self, name)
+            strange = [value for value in curve.ends if not 1 <= value < 2**31] if curve is not None else []
+            if strange:
+                raise ValueError(f"{name}: {strange[0]} is not allowed: give values of at least 1.")
+        return self
 
 
 class EvaluationRecipe(Settings):
@@ -226,8 +246,20 @@ class Recipe(Settings):
                 f"model.layer_start={self.model.layer_start}, layer_end={self.model.layer_end}: allowed is "
                 f"0 <= layer_start < layer_end <= num_hidden_layers={self.model.num_hidden_layers}."
             )
+        if isinstance(self.model, AnyRecipe):
+            self.model.check_length(max(self._num_tokens()))
         _refuse_impossible_sizes(type(self.model), self.model.model_dump_json(), self.vocab_size)
         return self
+
+    def _num_tokens(self) -> list[int]:
+        """Of the longest examples of each split."""
+        task = self.task
+        splits: tuple[tuple[Split, tuple[int, ...]], ...] = (
+            ("train", task.train_lengths),
+            ("validation", task.validation_lengths),
+            ("test", task.test_lengths),
+        )
+        return [len(task.task.example(split, max(lengths), 0).tokens) for split, lengths in splits]
 
     @property
     def vocab_size(self) -> int:
@@ -241,8 +273,20 @@ def _refuse_impossible_sizes(kind: type[Size], settings: str, vocab_size: int) -
     Args:
         kind, settings: the model's recipe, as JSON: runs of a study that share it are checked once.
     """
-    with torch.device("meta"):
-        kind.model_validate_json(settings).build(vocab_size)
+    model = kind.model_validate_json(settings)
+    try:
+        with torch.device("meta"):
+            model.build(vocab_size)
+    except (
+        StrictDataclassError,
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+    ) as error:
+        raise ValueError(f"model: these settings do not make a model: {' '.join(str(error).split())}") from error
 
 
 def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> Recipe:

@@ -18,7 +18,7 @@ from crosscurrent.data.generated import TrainingExamples, collate
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
 from crosscurrent.experiments.recipe import Recipe, TrainingRecipe
 from crosscurrent.experiments.run_folder import RunFolder
-from crosscurrent.experiments.saving import save_model
+from crosscurrent.experiments.saving import check_target, save_model
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
 from crosscurrent.training.schedules import set_feedback
@@ -60,6 +60,7 @@ def run(recipe: Recipe, path: Path, name: str = "") -> dict[str, Any] | None:
         with folder.claimed():
             folder.open(recipe)
             if not folder.is_done:
+                check_target(folder.model, overwrite=True)
                 _train(recipe, folder, arguments, name)
                 _finish(recipe, folder, name)
             _remove_checkpoints(folder)
@@ -90,15 +91,19 @@ def _width_share(recipe: Recipe) -> float:
 def _train(recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, name: str) -> None:
     """Train to the end, from the last complete checkpoint that the metrics lead up to, if there is one."""
     usable = set(complete_steps(folder.checkpoints)) & folder.metrics.covered_steps()
-    done = max(usable, default=0)
+    done = max((step for step in usable if _best_until(folder, step) in usable), default=0)
     if _rank() == 0:
         folder.metrics.cut_after(done)
-        keep_only(folder.checkpoints, usable)
+        keep_only(folder.checkpoints, {step for step in usable if step <= done})
     if done >= recipe.training.max_steps:
         return
     with Progress(name or folder.path.name) as progress:
         trainer = _trainer(recipe, folder, arguments, done, progress)
         trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)
+
+
+def _best_until(folder: RunFolder, step: int) -> int:
+    return best_step([row for row in folder.metrics.validations() if row["step"] <= step])
 
 
 def _trainer(
@@ -145,7 +150,7 @@ def _trainer(
 
 def _arguments(training: TrainingRecipe, checkpoints: Path, seed: int) -> TrainingArguments:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    microbatch = training.microbatch_size or training.batch_size // num_processes
+    microbatch = training.microbatch_size or max(training.batch_size // num_processes, 1)
     if training.batch_size % (microbatch * num_processes):
         raise ValueError(
             f"training.batch_size={training.batch_size} does not divide into microbatches of {microbatch} for "

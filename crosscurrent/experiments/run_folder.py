@@ -84,7 +84,15 @@ class RunFolder:
 
     def result(self) -> dict[str, Any]:
         """What `result.json` holds."""
-        return read_json(self.result_file, "selected_step", "validation", "test", "num_parameters", "seconds_per_step")
+        result = read_json(
+            self.result_file, "selected_step", "validation", "test", "num_parameters", "seconds_per_step"
+        )
+        task = self.recipe().task
+        for length in task.test_lengths:
+            scores = result["test"].get(str(length), {}) if isinstance(result["test"], dict) else {}
+            if any(not isinstance(scores.get(metric), int | float) for metric in task.task.metrics):
+                raise ValueError(f"{self.result_file} is damaged (no scores at length {length}): restore it.")
+        return result
 
     def open(self, recipe: Recipe) -> None:
         """Begin the run, or make sure that the folder is this run's.
@@ -102,6 +110,11 @@ class RunFolder:
         self.check_recipe(recipe)
         if not self.is_done:
             refuse_other_versions(f"{self.path} was begun", self.versions(), current_versions(), _MUST_AGREE_TO_GO_ON)
+        for part in (self.model, self.predictions_file, self.metrics.path):
+            if self.is_done and not part.exists():
+                raise ValueError(
+                    f"{part} is missing from a finished run: restore it, or delete the folder to run again."
+                )
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise ValueError if there is a run of another recipe, or a finished one of other versions."""

@@ -18,9 +18,11 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
+        for key, value in given.items() if isinstance(given, dict) else ():
             if key not in cls.model_fields:
                 raise ValueError(f"there is no key {key!r}.{nearest(str(key), list(cls.model_fields))}")
+            if isinstance(value, bool) and "bool" not in str(cls.model_fields[key].annotation):
+                raise ValueError(f"{key}={value} is not allowed: it is not a yes-or-no question.")
         return given
 
 
@@ -114,12 +116,17 @@ def overrides(assignments: list[str]) -> dict[str, Any]:
         if not separator or not all(path.split(".")):
             raise ValueError(f"{assignment!r} is not an override: write key.key=value, as in training.max_steps=100.")
         try:
-            value: Any = yaml.safe_load(text)
-        except yaml.YAMLError:
+            value: Any = yaml.load(text, _UniqueKeys)
+        except (yaml.YAMLError, RecursionError):
             raise ValueError(f"{assignment!r}: the value is not YAML. Quote it if it is text.") from None
         for key in reversed(path.split(".")):
             value = {key: value}
         layers.append(value)
+    paths = [assignment.partition("=")[0] for assignment in assignments]
+    for path in paths:
+        others = [other for other in paths if other == path or other.startswith(f"{path}.")]
+        if len(others) > 1:
+            raise ValueError(f"{path} is given twice ({', '.join(others)}): give it once.")
     return merge(*layers)
 
 
@@ -144,7 +151,7 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not valid YAML: {error}") from None
 
 

@@ -69,6 +69,16 @@ class Study(Settings):
         for number, cells in enumerate(self.cells or ()):
             _check_labels(cells.tasks, self.tasks, f"cells[{number}]: task")
             _check_labels(cells.models, self.models, f"cells[{number}]: model")
+        if not self._pairs():
+            raise ValueError("a study needs tasks, models and, if it has cells, something in them.")
+        parts = [
+            self.defaults,
+            *self.tasks.values(),
+            *self.models.values(),
+            *(cells.changes for cells in self.cells or ()),
+        ]
+        if any("seed" in part for part in parts):
+            raise ValueError("seed: the seeds of a study stand in `seeds`.")
         pairs = [(task, model) for task, model, _ in self._pairs()]
         twice = next((pair for pair in pairs if pairs.count(pair) > 1), None)
         if twice is not None:
@@ -115,6 +125,8 @@ class Study(Settings):
         strange = [seed for seed in seeds if seed not in self.seeds]
         if strange or len(set(seeds)) < len(seeds):
             raise ValueError(f"seeds {seeds}: give some of {list(self.seeds)}, each once.")
+        if "seed" in (changes or {}):
+            raise ValueError("seed cannot be changed for a whole study: choose among its seeds instead.")
         chosen = [
             (task, model)
             for task, model, _ in self._pairs()

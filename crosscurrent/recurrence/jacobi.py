@@ -56,8 +56,8 @@ class Jacobi:
             raise ValueError(
                 f"backward_iterations={self.backward_iterations} is not allowed: give 1 to iterations={self.iterations}."
             )
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ValueError(f"tolerance={self.tolerance} is not allowed: give a positive number, or None.")
+        if self.tolerance is not None and not (isinstance(self.tolerance, int | float) and self.tolerance > 0):
+            raise ValueError(f"tolerance={self.tolerance!r} is not allowed: give a positive number, or None.")
         if self.on_nonconvergence not in get_args(OnNonconvergence):
             allowed = ", ".join(map(repr, get_args(OnNonconvergence)))
             raise ValueError(f"on_nonconvergence={self.on_nonconvergence!r} is not allowed: give one of {allowed}.")

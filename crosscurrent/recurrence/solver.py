@@ -42,7 +42,7 @@ def solver_from_dict(data: dict[str, Any]) -> Solver:
     """
     settings = dict(data)
     name = settings.pop("name", None)
-    if name not in SOLVERS:
+    if not isinstance(name, str) or name not in SOLVERS:
         raise ValueError(
             f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{did_you_mean(name, SOLVERS)}"
         )

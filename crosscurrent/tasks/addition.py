@@ -27,6 +27,7 @@ class Addition(Task):
     num_test = 256
     min_length = 2  # a pair of shorter numbers may belong to any split
     min_held_out_length = 2
+    max_length = 4000  # Python converts no longer numbers to text
     metrics = ("answer_tokens", "exact")
 
     def trained_range(self, lengths: Sequence[int]) -> tuple[int, int]:

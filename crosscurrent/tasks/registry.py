@@ -5,7 +5,7 @@ from crosscurrent.tasks.addition import Addition
 from crosscurrent.tasks.modular import Mod5Brackets, Mod5Flat
 from crosscurrent.tasks.parity import Parity
 from crosscurrent.tasks.permutations import S5Standard, S5Swaps
-from crosscurrent.tasks.task import Task
+from crosscurrent.tasks.task import BOS, Task
 
 _TASKS: dict[str, Task] = {}
 
@@ -14,12 +14,19 @@ def register_task(task: Task) -> Task:
     """Make a task known by its name, to recipes and the command line.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, or the task does not describe itself in full.
 
     Example::
 
         register_task(MyTask())
     """
+    if not isinstance(task, Task):
+        raise ValueError(f"{task!r} is not a task: give an object of a subclass of Task, as MyTask().")
+    missing = [name for name in ("name", "vocabulary", "chance", "lengths") if not getattr(task, name, None)]
+    if missing or not isinstance(task.name, str):
+        raise ValueError(f"{type(task).__name__} needs {' and '.join(missing) or 'a name that is text'}.")
+    if BOS not in task.vocabulary or len(set(task.vocabulary)) < len(task.vocabulary):
+        raise ValueError(f"the vocabulary of {task.name} needs {BOS!r}, and each symbol once.")
     if task.name in _TASKS:
         raise ValueError(f"there is a task named {task.name!r} already: choose another name.")
     _TASKS[task.name] = task
@@ -39,7 +46,7 @@ def get_task(name: str) -> Task:
         Traceback (most recent call last):
         ValueError: there is no task 'partiy'. Did you mean 'parity'? Tasks: addition, mod5_brackets, ...
     """
-    if name not in _TASKS:
+    if not isinstance(name, str) or name not in _TASKS:
         raise ValueError(f"there is no task {name!r}.{did_you_mean(name, _TASKS)} Tasks: {', '.join(task_names())}.")
     return _TASKS[name]
 

@@ -18,6 +18,8 @@ IGNORED = -100  # no target here: torch's and transformers' value
 
 Symbols = tuple[str, ...]
 
+_MOST_DRAWS = 10_000  # a tenth of all payloads belongs to each held-out split, so a task that has some needs far fewer
+
 
 @dataclass(frozen=True)
 class Example:
@@ -56,7 +58,7 @@ class Task(ABC):
         chance: share of right final answers that guessing gives.
         lengths: those of the published study.
         num_validation, num_test: sequences per length in the published study.
-        min_length: the shortest length there is.
+        min_length, max_length: the shortest and the longest length there is.
         min_held_out_length: the shortest for validation and test; what is shorter is all left to training.
         metrics: what is reported, the first one first. See `crosscurrent.evaluation.scoring.METRICS`.
         prefix_supervision: whether the study supervises every prefix, not only the final answer.
@@ -70,6 +72,7 @@ class Task(ABC):
     num_test: ClassVar[int] = 1024
     min_length: ClassVar[int] = 1
     min_held_out_length: ClassVar[int] = 8
+    max_length: ClassVar[int] = 2**16
     metrics: ClassVar[tuple[str, ...]] = ("final",)
     prefix_supervision: ClassVar[bool] = False
 
@@ -84,9 +87,10 @@ class Task(ABC):
     def check_length(self, length: int, split: Split) -> None:
         """Raise ValueError unless the task has examples of this length in this split."""
         shortest = self.min_length if split == "train" else self.min_held_out_length
-        if length < shortest:
+        if not isinstance(length, int) or not shortest <= length <= self.max_length:
             raise ValueError(
-                f"length={length} is not allowed for the {split} split of {self.name}: give at least {shortest}."
+                f"length={length} is not allowed for the {split} split of {self.name}: give at least {shortest} and at most "
+                f"{self.max_length}."
             )
 
     def trained_range(self, lengths: Sequence[int]) -> tuple[int, int]:
@@ -104,10 +108,14 @@ class Task(ABC):
         check_request(split, index)
         self.check_length(length, split)
         numbers = random_numbers(self.name, split, length, index, seed)
-        while True:
+        for _ in range(_MOST_DRAWS):
             payload = self.draw(numbers, length, split)
             if length < self.min_held_out_length or split_of(f"{self.name} {''.join(payload)}") == split:
                 return payload
+        raise ValueError(
+            f"{self.name} has too few payloads of length {length} to have some in the {split} split: raise its "
+            "min_held_out_length."
+        )
 
     def example(
         self, split: Split, length: int, index: int, seed: int = 0, prefix_supervision: bool | None = None
@@ -148,7 +156,14 @@ class Task(ABC):
         return (self.ids[BOS], *(self.ids[symbol] for symbol in symbols))
 
     def decode(self, ids: Sequence[int]) -> Symbols:
-        """The symbols of token ids."""
+        """The symbols of token ids.
+
+        Raises:
+            ValueError: one is not in the vocabulary.
+        """
+        outside = [token for token in ids if not 0 <= token < len(self.vocabulary)]
+        if outside:
+            raise ValueError(f"{self.name} has no token {outside[0]}: its ids are 0 to {len(self.vocabulary) - 1}.")
         return tuple(self.vocabulary[token] for token in ids)
 
     @cached_property

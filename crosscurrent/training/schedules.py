@@ -1,5 +1,6 @@
 """Curricula: settings that change in the course of training, as pure functions of the step."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from crosscurrent.models.rlt import RLTForCausalLM
+from crosscurrent.recurrence import Schedule
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Steps:
             raise ValueError(f"the steps {starts} are not allowed: they start at 0 and rise.")
 
     def __call__(self, step: int) -> Any:
+        if step < 0:
+            raise ValueError(f"step={step} is not allowed: steps are counted from 0.")
         return self.points[bisect_right([start for start, _ in self.points], step) - 1][1]
 
 
@@ -46,7 +50,7 @@ class Ramp:
         num_steps: at least 1.
 
     Raises:
-        ValueError: num_steps is below 1.
+        ValueError: num_steps is below 1, or a value is not finite.
 
     Example:
         >>> length = Ramp(4, 32, 100)
@@ -59,8 +63,10 @@ class Ramp:
     num_steps: int
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
+        if not self.num_steps >= 1:
             raise ValueError(f"num_steps={self.num_steps} is not allowed: give at least 1.")
+        if not math.isfinite(self.last - self.first):
+            raise ValueError(f"a ramp from {self.first} to {self.last} is not allowed: give finite numbers.")
 
     def __call__(self, step: int) -> float:
         share = min(step / self.num_steps, 1.0)
@@ -76,6 +82,7 @@ def set_feedback(model: PreTrainedModel, feedback_interval: int | None, feedback
     if feedback_interval is not None:
         if getattr(model.config, "feedback_interval", None) is None:
             raise ValueError(f"{type(model).__name__} has no feedback: an interval of it cannot change.")
+        Schedule(feedback_interval)  # refuses what is no interval
         model.config.feedback_interval = feedback_interval
     if feedback_scale is not None:
         if not isinstance(model, RLTForCausalLM) or model.config.feedback_interval is None:

@@ -80,7 +80,8 @@ def _parsed(line: str) -> Row | None:
         row = json.loads(line)
     except json.JSONDecodeError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if is_row and all(isinstance(value, int | float) for value in row.values()) else None
 
 
 def best_step(validations: list[Row]) -> int:
