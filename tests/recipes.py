@@ -39,6 +39,11 @@ def tiny_values(model: str = "rlt-1", /, **changes: Any) -> dict[str, Any]:
     return merge(_SMALL, {"model": MODELS[model]}, changes)
 
 
+def study_defaults(model: str = "transformer", /, **changes: Any) -> dict[str, Any]:
+    """The same for a study, which has its seeds elsewhere."""
+    return {key: value for key, value in tiny_values(model, **changes).items() if key != "seed"}
+
+
 def tiny_recipe(model: str = "rlt-1", /, **changes: Any) -> Recipe:
     """A recipe of six steps on parity."""
     return validated(Recipe, tiny_values(model, **changes), "tiny")

@@ -159,9 +159,9 @@ def test_damaged_checkpoint_is_one_line_on_stderr(base: Path, tmp_path: Path) ->
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("tracking", "figure"):
-        monkeypatch.delitem(sys.modules, f"crosscurrent.experiments.demo.{name}", raising=False)
-    assert_one_line_of_error(run("demo", "tracking", "--output", tmp_path), "matplotlib", "crosscurrent[demo]")
+    for name in ("demo.tracking", "report", "report.page", "report.figures"):
+        monkeypatch.delitem(sys.modules, f"crosscurrent.experiments.{name}", raising=False)
+    assert_one_line_of_error(run("demo", "tracking", "--output", tmp_path), "matplotlib", "crosscurrent[train,plot]")
 
 
 def test_demo_runs_the_parts_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +169,13 @@ def test_demo_runs_the_parts_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     from crosscurrent.experiments.demo import tracking as tracking_demo
 
     ran = []
-    monkeypatch.setattr(tracking_demo, "run_tracking", lambda output, seed, settings: ran.append(("tracking", seed)))
-    monkeypatch.setattr(tracking_demo, "report", lambda settings, results: "the table")
+    monkeypatch.setattr(tracking_demo, "run_tracking", lambda output, seed: ran.append(("tracking", seed)))
+    monkeypatch.setattr(tracking_demo, "report", lambda collection: "the table")
     monkeypatch.setattr(retrofit_demo, "run_retrofit", lambda output, seed: ran.append(("retrofit", seed)))
     assert "the table" in run("demo", "tracking", "--output", tmp_path).stdout
     assert run("demo", demo_command.Part.retrofit, "--seed", 2).exit_code == 0
     assert run("demo").exit_code == 0
-    assert ran == [("tracking", 0), ("retrofit", 2), ("tracking", 0), ("retrofit", 0)]
+    assert ran == [("tracking", 42), ("retrofit", 2), ("tracking", 42), ("retrofit", 42)]
 
 
 def test_info_of_a_retrofitted_model(opened: Path) -> None:

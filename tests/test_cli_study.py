@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from crosscurrent.cli.main import app
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.study import recipe_names
-from tests.recipes import tiny_values
+from tests.recipes import study_defaults
 from tests.test_cli import assert_one_line_of_error
 
 
@@ -56,7 +56,7 @@ def study(tmp_path: Path) -> Path:
     values = {
         "description": "small",
         "seeds": [1, 2],
-        "defaults": tiny_values("transformer", training={"max_steps": 2}),
+        "defaults": study_defaults("transformer", training={"max_steps": 2}),
         "tasks": {"parity": {}, "swaps": {"task": {"name": "s5_swaps"}}},
         "models": {"transformer": {}, "wide": {"model": {"hidden_size": 24}}},
     }

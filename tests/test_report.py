@@ -19,13 +19,13 @@ from crosscurrent.experiments.report.page import KINDS
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.study import Study, load_study, shipped_studies
-from tests.recipes import MODELS, tiny_recipe, tiny_values
+from tests.recipes import MODELS, study_defaults, tiny_recipe
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STUDY: dict[str, Any] = {
     "description": "small",
     "seeds": [1, 2, 3],
-    "defaults": tiny_values("transformer", training={"max_steps": 2}),
+    "defaults": study_defaults("transformer", training={"max_steps": 2}),
     "tasks": {
         "parity": {},
         "swaps": {"task": {"name": "s5_swaps", "test_lengths": [32, 64], "validation_lengths": [9]}},

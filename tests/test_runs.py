@@ -27,7 +27,7 @@ from crosscurrent.experiments.settings import write_yaml
 from crosscurrent.experiments.study import Study
 from crosscurrent.training import trainer as trainer_module
 from crosscurrent.training.trainer import TaskTrainer
-from tests.recipes import MODELS, tiny_recipe, tiny_values
+from tests.recipes import MODELS, study_defaults, tiny_recipe
 
 IDS = torch.zeros(1, 1, dtype=torch.int64)
 
@@ -405,14 +405,14 @@ def test_killed_in_the_middle_of_training(tmp_path: Path) -> None:
 STUDY = {
     "description": "small",
     "seeds": [1, 2],
-    "defaults": tiny_values("transformer"),
+    "defaults": study_defaults("transformer"),
     "tasks": {"parity": {}},
     "models": {"rlt": {"model": MODELS["rlt-1"]}, "transformer": {}},
 }
 
 
 def test_killed_in_the_middle_of_a_grid(tmp_path: Path) -> None:
-    study = STUDY | {"defaults": tiny_values("transformer", training={"max_steps": 60, "eval_steps": 20})}
+    study = STUDY | {"defaults": study_defaults("transformer", training={"max_steps": 60, "eval_steps": 20})}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     process = start("reproduce", tmp_path / "study.yaml", "--output", tmp_path / "killed")
     wait_until((tmp_path / "killed/parity/transformer/seed-1/metrics.jsonl").exists, process)

@@ -181,7 +181,7 @@ class AnyRecipe(Size):
         """Raise ValueError if a model does not take so many tokens."""
         known = AutoConfig.for_model(self.model_type, **self.settings)
         longest = getattr(known, "max_position_embeddings", None)
-        if isinstance(longest, int) and num_tokens > longest:
+        if isinstance(longest, int) and 0 < longest < num_tokens:
             raise ValueError(
                 f"model: a {self.model_type} takes {longest} tokens, and the longest examples have {num_tokens}: "
                 "give shorter lengths, or more positions in model.settings."

@@ -9,7 +9,8 @@ In YAML, as `crosscurrent train` takes it and as every run folder holds it::
     seed: 42
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -247,7 +248,8 @@ class Recipe(Settings):
                 f"0 <= layer_start < layer_end <= num_hidden_layers={self.model.num_hidden_layers}."
             )
         if isinstance(self.model, AnyRecipe):
-            self.model.check_length(max(self._num_tokens()))
+            with _one_kind_of_error():
+                self.model.check_length(max(self._num_tokens()))
         _refuse_impossible_sizes(type(self.model), self.model.model_dump_json(), self.vocab_size)
         return self
 
@@ -273,19 +275,17 @@ def _refuse_impossible_sizes(kind: type[Size], settings: str, vocab_size: int) -
     Args:
         kind, settings: the model's recipe, as JSON: runs of a study that share it are checked once.
     """
-    model = kind.model_validate_json(settings)
+    with torch.device("meta"), _one_kind_of_error():
+        kind.model_validate_json(settings).build(vocab_size)
+
+
+@contextmanager
+def _one_kind_of_error() -> Iterator[None]:
+    """Make a ValueError of whatever a model's class says to settings that do not fit."""
+    strange = (StrictDataclassError, ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
     try:
-        with torch.device("meta"):
-            model.build(vocab_size)
-    except (
-        StrictDataclassError,
-        ArithmeticError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-    ) as error:
+        yield
+    except strange as error:
         raise ValueError(f"model: these settings do not make a model: {' '.join(str(error).split())}") from error
 
 

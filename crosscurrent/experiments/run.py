@@ -16,6 +16,7 @@ from transformers.integrations import TensorBoardCallback
 
 from crosscurrent.data.generated import TrainingExamples, collate
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
+from crosscurrent.experiments.architectures import AnyRecipe
 from crosscurrent.experiments.recipe import Recipe, TrainingRecipe
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.saving import check_target, save_model
@@ -52,6 +53,8 @@ def run(recipe: Recipe, path: Path, name: str = "") -> dict[str, Any] | None:
     """
     folder = RunFolder(path)
     arguments = _arguments(recipe.training, folder.checkpoints, recipe.seed)
+    if isinstance(recipe.model, AnyRecipe):
+        build_model(recipe)  # refuses what only shows in the model itself, before anything is written
     try:
         if _rank() != 0:
             if not folder.is_done:

@@ -134,8 +134,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """A key written twice is a mistake, which plain YAML passes over."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        self.flatten_mapping(node)  # "<<: *anchor"
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is there twice", node.start_mark)
