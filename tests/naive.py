@@ -57,13 +57,15 @@ class NaiveRLT:
 
     def encode(self, ids: list[int]) -> list[Tensor]:
         stream = [self.model.embed_tokens.weight[token] for token in ids]
+        window = self.config.encoder_sliding_window
+        seen = slice(None) if window is None else slice(-window, None)
         for layer in self.model.encoder:
             keys, values, out = [], [], []
             for position, x in enumerate(stream):
                 query, key, value = self.project(layer.self_attn, rms_norm(x, layer.input_layernorm), position)
                 keys.append(key)
                 values.append(value)
-                attended = x + layer.self_attn.o_proj(self.attend(query, keys, values))
+                attended = x + layer.self_attn.o_proj(self.attend(query, keys[seen], values[seen]))
                 normed = rms_norm(attended, layer.post_attention_layernorm)
                 out.append(attended + self.feed_forward(layer.mlp, normed))
             stream = out

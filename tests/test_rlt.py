@@ -57,6 +57,18 @@ def test_memory_groups_serve_layers_in_order() -> None:
     assert [model.model.decoder.memory_group(index) for index in range(5)] == [0, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_the_encoders_window_counts_the_current_token(window: int) -> None:
+    """Without a decoder and feedback, the last token sees token i exactly if it is at most window - 1 tokens back."""
+    model = make_rlt(num_encoder_layers=1, num_decoder_layers=0, feedback_interval=None, encoder_sliding_window=window)
+    embeds = torch.randn(1, 9, model.config.hidden_size, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds).logits[0, -1].sum(), embeds)
+    reached = gradient[0].abs().sum(dim=-1) > 0
+    assert reached.tolist() == [i >= 9 - window for i in range(9)]
+    with pytest.raises(ValueError, match="encoder_sliding_window=0"):
+        cc.RLTConfig(encoder_sliding_window=0)
+
+
 def test_the_window_kept_is_as_short_as_can_be() -> None:
     model = make_rlt(sliding_window=4)
     for mask in (None, torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]])):

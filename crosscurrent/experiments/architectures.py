@@ -107,6 +107,7 @@ class RLTRecipe(Size):
     num_decoder_layers: Annotated[int, Field(ge=0, strict=True)]
     feedback_interval: Count | None = 1
     feedback_scale: float = 0.1
+    encoder_sliding_window: Count | None = None
     sliding_window: Count = 8
     num_memory_groups: Count = 1
     tie_encoder_decoder: bool = False
@@ -120,6 +121,7 @@ class RLTRecipe(Size):
             num_attention_heads=self.num_attention_heads,
             num_encoder_layers=self.num_hidden_layers - self.num_decoder_layers,
             num_decoder_layers=self.num_decoder_layers,
+            encoder_sliding_window=self.encoder_sliding_window,
             sliding_window=self.sliding_window,
             num_memory_groups=self.num_memory_groups,
             feedback_interval=self.feedback_interval,

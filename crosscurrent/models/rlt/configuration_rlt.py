@@ -19,6 +19,8 @@ class RLTConfig(PreTrainedConfig):
         num_attention_heads: heads of every attention; hidden_size / num_attention_heads must be even (rotary).
         num_encoder_layers: L_E, at least 1.
         num_decoder_layers: L_D, 0 or more. Without any the merged stream is the output, and there is no memory.
+        encoder_sliding_window: how many tokens the encoder's self-attention sees, the current one included; None: all, as
+            in the report. An extension of this project: with it nothing of the encoder depends on the length.
         sliding_window: W, how many tokens the decoder's self-attention sees, the current one included.
         num_memory_groups: G, key and value projections of the encoder's output; decoder layer l reads group
             floor(l G / L_D).
@@ -49,6 +51,7 @@ class RLTConfig(PreTrainedConfig):
     num_attention_heads: int = 4
     num_encoder_layers: int = 4
     num_decoder_layers: int = 4
+    encoder_sliding_window: int | None = None
     sliding_window: int = 8
     num_memory_groups: int = 1
     feedback_interval: int | None = 1
@@ -100,6 +103,8 @@ class RLTConfig(PreTrainedConfig):
             "sliding_window": 1,
             "num_memory_groups": 1,
         }
+        if self.encoder_sliding_window is not None:
+            smallest["encoder_sliding_window"] = 1
         for name, least in smallest.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -159,6 +159,15 @@ def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor 
     return ((before & same) | itself)[:, None]
 
 
+def seen_in_window(labels: Tensor, key_labels: Tensor, window: int) -> Tensor:
+    """[B, 1, S, K] as `seen_causally`, but of the row's real tokens only the last `window`, the query included."""
+    seen = seen_causally(labels, key_labels, is_plain=False)
+    assert seen is not None
+    place = (key_labels != PADDING).cumsum(dim=1)
+    is_near = place[:, -labels.shape[1] :, None] - place[:, None, :] < window
+    return seen & is_near[:, None]
+
+
 def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     columns = torch.arange(num_keys, device=device)
     return (columns == columns[num_keys - num_queries :, None])[None]

@@ -17,7 +17,7 @@ from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.inputs import refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally
+from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally, seen_in_window
 from crosscurrent.models.rlt.layers import EncoderLayer, Extend, MemoryProjection, Rotary, Rotation
 from crosscurrent.recurrence import (
     PADDING,
@@ -94,7 +94,11 @@ class RLTModel(nn.Module):
 
     def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
         """e [B, T, D], and the encoder's keys and values into the cache."""
-        seen = seen_causally(call.plan.labels, call.key_labels, call.is_plain)
+        window, labels = self.config.encoder_sliding_window, call.plan.labels
+        if window is None:
+            seen = seen_causally(labels, call.key_labels, call.is_plain)
+        else:
+            seen = seen_in_window(labels, call.key_labels, window)
         for index, layer in enumerate(self.encoder):
             stream = layer(stream, rotation, seen, _extender(call.branch, index))
         return stream
