@@ -61,7 +61,7 @@ def test_memory_groups_serve_layers_in_order() -> None:
 def test_the_encoders_window_counts_the_current_token(window: int) -> None:
     """Without a decoder and feedback, the last token sees token i exactly if it is at most window - 1 tokens back."""
     model = make_rlt(num_encoder_layers=1, num_decoder_layers=0, feedback_interval=None, encoder_sliding_window=window)
-    embeds = torch.randn(1, 9, model.config.hidden_size, requires_grad=True)
+    embeds = torch.randn(1, 9, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds).logits[0, -1].sum(), embeds)
     reached = gradient[0].abs().sum(dim=-1) > 0
     assert reached.tolist() == [i >= 9 - window for i in range(9)]
