@@ -76,7 +76,7 @@ def test_a_study_from_plan_to_report(study: Path, tmp_path: Path) -> None:
     assert "0 runs done now, 2 before" in invoke(*chosen).stdout
     written = invoke("report", output, "-o", tmp_path / "report")
     assert written.exit_code == 0 and "2 finished runs of 2" in written.stdout, written.output
-    assert "(1 of 2 seeds)" in (tmp_path / "report" / "report.html").read_text()
+    assert "1 of 2 seeds" in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_a_failed_run_fails_the_command(study: Path, tmp_path: Path) -> None:

@@ -67,20 +67,21 @@ class Score:
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     @property
-    def is_partial(self) -> bool:
-        """Whether seeds are missing."""
-        return self.num_asked is not None and len(self.values) < self.num_asked
-
     def text(self) -> str:
-        """In %, as "97.30 ± 2.76", with a remark if seeds are missing.
+        """In %.
 
         Example:
-            >>> Score("parity", "rlt-1", 256, "final", {42: 1.0, 43: 0.5}, num_asked=3).text()
-            '75.00 ± 35.36 (2 of 3 seeds)'
+            >>> Score("parity", "rlt-1", 256, "final", {42: 1.0, 43: 0.5}, num_asked=3).text
+            '75.00 ± 35.36'
         """
         deviation = self.standard_deviation
-        text = f"{100 * self.mean:.2f}" + (f" ± {100 * deviation:.2f}" if deviation is not None else "")
-        return f"{text} ({len(self.values)} of {self.num_asked} seeds)" if self.is_partial else text
+        return f"{100 * self.mean:.2f}" + (f" ± {100 * deviation:.2f}" if deviation is not None else "")
+
+    @property
+    def remark(self) -> str:
+        """How many seeds there are, if some are missing."""
+        is_partial = self.num_asked is not None and len(self.values) < self.num_asked
+        return f"{len(self.values)} of {self.num_asked} seeds" if is_partial else ""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ class MetricTable:
 
     metric: str
     lengths: list[int]
-    ours: dict[str, dict[int, str]]
-    partial: set[tuple[str, int]]
+    ours: dict[str, dict[int, Score]]
     published: dict[str, dict[int, str]]
 
 
@@ -78,6 +77,7 @@ def write_report(collection: Collection, output: Path) -> list[Path]:
         unfinished=[run.name for run in collection.runs if run.result is None],
         versions=_versions(collection),
         source=_published()["source"],
+        published_times=_published()["seconds_per_step"],
     )
     write_whole(output / "report.html", page)
     drawn = [
@@ -111,15 +111,14 @@ def _metric_table(scores: list[Score], metric: str, task: str) -> MetricTable:
     chosen = [score for score in scores if score.metric == metric]
     is_published = metric in ("final", "answer_tokens")
     published = _published()["tasks"].get(task, {}) if is_published else {}
-    ours: dict[str, dict[int, str]] = {}
+    ours: dict[str, dict[int, Score]] = {}
     for score in chosen:
-        ours.setdefault(score.model, {})[score.length] = score.text()
+        ours.setdefault(score.model, {})[score.length] = score
     lengths = {score.length for score in chosen} | {length for row in published.values() for length in row}
     return MetricTable(
         metric=metric.replace("_", " "),
         lengths=sorted(lengths),
         ours=ours,
-        partial={(score.model, score.length) for score in chosen if score.is_partial},
         published=published,
     )
 
