@@ -30,7 +30,7 @@ TINY = {
 def test_tracking_saves_what_it_measured(tmp_path: Path) -> None:
     collection = run_tracking(tmp_path / "new", seed=1, changes=TINY)
     saved = json.loads((tmp_path / "new" / "tracking.json").read_text())
-    assert [run.model for run in collection.finished] == ["rlt-1", "transformer"]
+    assert [run.model for run in collection.finished] == ["rlt-1-encoder-window-8", "transformer"]
     assert {row["length"] for row in saved} == {8, 11}
     for row, run in zip(saved[::2], collection.finished, strict=True):
         assert row["model"] == run.model and run.result is not None and run.seed == 1
@@ -42,14 +42,16 @@ def test_tracking_saves_what_it_measured(tmp_path: Path) -> None:
 def test_report_states_the_numbers_it_is_given(tmp_path: Path) -> None:
     """Whoever wins: the text must not know the conclusion."""
     collection = run_tracking(tmp_path, changes=TINY)
-    shares = {"rlt-1": {8: 0.5, 11: 0.25}, "transformer": {8: 1.0, 11: 0.875}}
+    shares = {"rlt-1-encoder-window-8": {8: 0.5, 11: 0.25}, "transformer": {8: 1.0, 11: 0.875}}
     changed = []
     for run in collection.runs:
         assert run.result is not None
         test = {str(length): {"final": share} for length, share in shares[run.model].items()}
         changed.append(replace(run, result=run.result | {"test": test, "num_parameters": 123456}))
     text = report(replace(collection, runs=tuple(changed)))
-    assert "At 11 bits, 0.3 times the longest training length: rlt-1 25.0 %, transformer 87.5 %." in text
+    assert (
+        "At 11 bits, 0.3 times the longest training length: rlt-1-encoder-window-8 25.0 %, transformer 87.5 %." in text
+    )
     for figure in ("123,456", "50.0", "100.0", "chance 50%"):
         assert figure in text
 

@@ -20,7 +20,7 @@ def demo(
 ) -> None:
     """See the library at work, in a few minutes on two CPU cores.
 
-    tracking: trains a small RLT-1 and a Transformer of equal depth and width on the parity of 3 to 40 bits, scores both
+    tracking: trains a small RLT-1 (with a windowed encoder) and a Transformer of equal depth and width on the parity of 3 to 40 bits, scores both
     on up to 256 bits, and writes tracking.png and tracking.json. (Two cells of `crosscurrent reproduce rlt --scale mini`.)
 
     retrofit: gives SmolLM2-135M-Instruct a recurrence, fine-tunes it on generated problems, saves it as "retrofitted",

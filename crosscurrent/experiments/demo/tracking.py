@@ -14,7 +14,7 @@ from crosscurrent.experiments.run import run
 from crosscurrent.experiments.study import find_recipe
 from crosscurrent.training.telemetry import write_whole
 
-MODELS = ("rlt-1", "transformer")
+MODELS = ("rlt-1-encoder-window-8", "transformer")
 
 
 def run_tracking(output: Path, seed: int = 42, changes: dict[str, Any] | None = None) -> Collection:
@@ -72,4 +72,4 @@ def report(collection: Collection) -> str:
 
 
 def _row(name: str, parameters: str, seconds: str, scores: list[str]) -> str:
-    return f"{name:<12}{parameters:>11}{seconds:>9}" + "".join(f"{score:>10}" for score in scores)
+    return f"{name:<24}{parameters:>11}{seconds:>9}" + "".join(f"{score:>10}" for score in scores)
