@@ -73,6 +73,7 @@ def test_a_study_from_plan_to_report(study: Path, tmp_path: Path) -> None:
     done = invoke(*chosen)
     assert done.exit_code == 0 and "2 runs done now, 0 before" in done.stdout, done.output
     assert "done" in invoke(*chosen, "--plan").stdout
+    assert "in the way" in invoke(*chosen, "training.max_steps=3", "--plan").stdout
     assert "0 runs done now, 2 before" in invoke(*chosen).stdout
     written = invoke("report", output, "-o", tmp_path / "report")
     assert written.exit_code == 0 and "2 finished runs of 2" in written.stdout, written.output
@@ -85,6 +86,15 @@ def test_a_failed_run_fails_the_command(study: Path, tmp_path: Path) -> None:
     assert result.exit_code == 1 and "4 failed" in result.stdout
 
 
+def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("crosscurrent.experiments.run._train", interrupt)
+    result = invoke("train", "rlt/mini/parity/rlt-1", "--output", tmp_path / "run")
+    assert result.exit_code == 130 and "same command" in result.stderr
+
+
 def test_mistakes_are_answered_in_one_line(study: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (("train", "rlt/mini/parity/rlt1"), ["rlt/mini/parity/rlt-1"]),
@@ -92,7 +102,7 @@ def test_mistakes_are_answered_in_one_line(study: Path, tmp_path: Path) -> None:
         (("train", "rlt/mini/parity/rlt-1", "max_steps"), ["key.key=value"]),
         (("train", tmp_path / "absent.yaml"), ["absent.yaml"]),
         (("reproduce", "rtl", "--scale", "mini"), ["rlt/mini"]),
-        (("reproduce", "rlt"), ["rlt/mini", "rlt/paper"]),
+        (("reproduce", "rlt"), ["--scale mini", "--scale paper"]),
         (("reproduce", study, "--only", "swap"), ["'swaps'"]),
         (("reproduce", study, "--seeds", "1,1"), ["once"]),
         (("report", tmp_path / "absent"), ["absent"]),

@@ -34,7 +34,7 @@ def test_tracking_saves_what_it_measured(tmp_path: Path) -> None:
     assert {row["length"] for row in saved} == {8, 11}
     for row, run in zip(saved[::2], collection.finished, strict=True):
         assert row["model"] == run.model and run.result is not None and run.seed == 1
-        assert row["mean"] == pytest.approx(100 * run.result["test"]["8"]["final"])
+        assert row["mean_percent"] == pytest.approx(100 * run.result["test"]["8"]["final"])
     assert (tmp_path / "new" / "tracking.png").read_bytes().startswith(b"\x89PNG")
     assert run_tracking(tmp_path / "new", seed=1, changes=TINY) == collection  # nothing is done again
 

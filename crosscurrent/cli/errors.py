@@ -5,7 +5,15 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+INTERRUPTED = 130  # as shells say it
 USER_ERROR = 1  # 2 is typer's own, for wrong usage
+
+
+def _text(error: Exception) -> str:
+    """An error of the operating system begins with the file, not with its number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 class ReportingGroup(TyperGroup):
@@ -18,7 +26,10 @@ class ReportingGroup(TyperGroup):
             raise  # the reader of our output has seen enough: typer ends quietly
         except ModuleNotFoundError as error:
             message = f"the package {error.name} is missing: pip install 'crosscurrent[train,plot]'"
+        except KeyboardInterrupt:
+            typer.echo("stopped. Training goes on from its last checkpoint with the same command.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         except (ValueError, OSError) as error:
-            message = " ".join(str(error).split()) or type(error).__name__
+            message = " ".join(_text(error).split()) or type(error).__name__
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(USER_ERROR)

@@ -71,12 +71,15 @@ def _scores(task: str, result: dict[str, Any]) -> str:
 def reproduce(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="rlt, or a .yaml file with a study of your own.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
-    scale: Annotated[str | None, typer.Option(help="mini: two CPU cores. paper: the published sizes.")] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="Of rlt, needed. mini: two CPU cores. paper: the published sizes.")
+    ] = None,
     only: Annotated[str | None, typer.Option(metavar="TASK,...", show_default="all", help="Tasks to run.")] = None,
     models: Annotated[str | None, typer.Option(metavar="MODEL,...", show_default="all", help="Models to run.")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="SEED,...", show_default="all", help="Seeds to run.")] = None,
     output: Annotated[
-        Path | None, typer.Option(show_default="runs/STUDY-SCALE", help="The folder of the study's runs.")
+        Path | None,
+        typer.Option(show_default="runs/STUDY-SCALE, or runs/NAME of a file", help="The folder of the study's runs."),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be run.")] = False,
 ) -> None:
@@ -99,9 +102,10 @@ def reproduce(
     runs = found.plan(name, _words(only), _words(models), _numbers(seeds), overrides(changes or []))
     folder = output if output is not None else Path("runs") / name.replace("/", "-")
     if plan:
-        typer.echo("\n".join(f"{folder / run.name}{_state(folder / run.name)}" for run in runs))
+        typer.echo("\n".join(f"{folder / run.name}{_state(folder, run)}" for run in runs))
+        typer.echo(f"{len(runs)} runs", err=True)
         return
-    open_grid(folder, name, found.seeds, runs)
+    open_grid(folder, name, found, runs)
     report = run_grid(folder, runs, typer.echo)
     typer.echo(
         f"{len(report.finished)} runs done now, {len(report.were_done)} before, {len(report.busy)} by other processes, "
@@ -111,11 +115,15 @@ def reproduce(
         raise typer.Exit(1)
 
 
-def _state(folder: Path) -> str:
+def _state(output: Path, planned: Any) -> str:
     from crosscurrent.experiments.run_folder import RunFolder
 
-    run = RunFolder(folder)
-    return "  done" if run.is_done else "  begun" if run.recipe_file.exists() else ""
+    folder = RunFolder(output / planned.name)
+    try:
+        folder.check_recipe(planned.recipe)
+    except ValueError:
+        return "  in the way: a run of another recipe or version"
+    return "  done" if folder.is_done else "  begun" if folder.recipe_file.exists() else ""
 
 
 def _words(text: str | None) -> list[str]:

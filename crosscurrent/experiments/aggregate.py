@@ -9,7 +9,6 @@ from typing import Any
 from crosscurrent.experiments.grid import STUDY_FILE
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run_folder import RunFolder, differences, read_json, refuse_other_versions
-from crosscurrent.experiments.study import load_study, shipped_studies
 from crosscurrent.training.telemetry import Row
 
 
@@ -136,7 +135,14 @@ def collect(folders: Iterable[Path]) -> Collection:
     studies = {path: _study_of(path) for path in paths}
     runs = [_read(path, studies[path]) for path in paths]
     _check(runs)
-    order = [label for study in dict.fromkeys(studies.values()) if study is not None for label in _order(study)]
+    _refuse_other_test_sets(runs)
+    order = [
+        label
+        for study in dict.fromkeys(studies.values())
+        if study is not None
+        for kind in ("tasks", "models")
+        for label in _study_file(study).get(kind, [])
+    ]
     place = {label: number for number, label in reversed(list(enumerate(order)))}
     runs.sort(
         key=lambda run: (
@@ -155,13 +161,8 @@ def _study_of(path: Path) -> Path | None:
     return next((folder for folder in list(path.parents)[:3] if (folder / STUDY_FILE).exists()), None)
 
 
-def _order(study: Path) -> list[str]:
-    """The labels of a study that comes with the package, in its order; none of another."""
-    name = read_json(study / STUDY_FILE, "study", "seeds")["study"]
-    if name not in shipped_studies():
-        return []
-    found = load_study(shipped_studies()[name])
-    return [*found.tasks, *found.models]
+def _study_file(study: Path) -> dict[str, Any]:
+    return read_json(study / STUDY_FILE, "study", "seeds")
 
 
 def _read(path: Path, study: Path | None) -> Run:
@@ -181,8 +182,23 @@ def _read(path: Path, study: Path | None) -> Run:
         result=result,
         rows=folder.metrics.rows(),
         versions=folder.versions(),
-        num_seeds_asked=None if study is None else len(read_json(study / STUDY_FILE, "study", "seeds")["seeds"]),
+        num_seeds_asked=None if study is None else len(_study_file(study)["seeds"]),
     )
+
+
+def _refuse_other_test_sets(runs: list[Run]) -> None:
+    """Raise ValueError if runs of one task were tested on different sequences."""
+    first: dict[str, Run] = {}
+    for run in runs:
+        other = first.setdefault(run.task, run)
+        for what in ("task.name", "task.num_test", "data_seeds.test"):
+            section, name = what.split(".")
+            ours, theirs = (getattr(getattr(one.recipe, section), name) for one in (run, other))
+            if ours != theirs:
+                raise ValueError(
+                    f"{run.name} was tested on other sequences than {other.name} ({what}: {theirs} -> {ours}): they cannot "
+                    "stand in one table. Report them apart."
+                )
 
 
 def _check(runs: list[Run]) -> None:

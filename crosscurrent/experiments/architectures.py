@@ -133,10 +133,13 @@ class RLTRecipe(Size):
         return RLTForCausalLM(config)
 
 
+_INNER_SIZES = ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")  # older names of intermediate_size
+
+
 class AnyRecipe(Size):
     """Any other causal language model of transformers, by its type: gpt2, qwen3, mamba, ...
 
-    It passes over sizes that its configuration does not have.
+    Sizes go by the names that its configuration has for them (n_inner, ffn_dim, ...); it passes over those that it lacks.
 
     Attributes:
         model_type: as in the model's config.json.
@@ -175,6 +178,9 @@ class AnyRecipe(Size):
             if not hasattr(known, name):
                 raise ValueError(f"settings: {type(known).__name__} has no {name!r}.{did_you_mean(name, vars(known))}")
         wanted = {name: value for name, value in size.items() if hasattr(known, name)} | self.settings
+        if not hasattr(known, "intermediate_size"):
+            inner = next((name for name in _INNER_SIZES if hasattr(known, name)), None)
+            wanted |= {} if inner is None or inner in wanted else {inner: self.intermediate_size}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **wanted))
         _refuse_seeing_ahead(model, vocab_size)
         return model

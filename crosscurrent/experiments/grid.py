@@ -9,7 +9,7 @@ from typing import Any
 
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import BusyError, RunFolder, read_json
-from crosscurrent.experiments.study import PlannedRun
+from crosscurrent.experiments.study import PlannedRun, Study
 from crosscurrent.training.telemetry import write_whole
 
 STUDY_FILE = "study.json"
@@ -25,22 +25,31 @@ class GridReport:
     failed: dict[str, str]
 
 
-def open_grid(output: Path, study: str, seeds: tuple[int, ...], plan: list[PlannedRun]) -> None:
+def open_grid(output: Path, name: str, study: Study, plan: list[PlannedRun]) -> None:
     """Make the folder of a study, or make sure that it is this study's and every run in it is as planned.
+
+    Args:
+        output: the folder.
+        name: of the study.
+        study: whose seeds and labels are noted in the folder, for reports.
+        plan: its runs, or some of them.
 
     Raises:
         ValueError: it is another study's, or holds a run of another recipe.
     """
-    file, content = output / STUDY_FILE, {"study": study, "seeds": list(seeds)}
+    file, content = output / STUDY_FILE, {"study": name, "seeds": list(study.seeds)}
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file: give the name of a folder.")
-    if file.exists() and read_json(file) != content:
-        raise ValueError(f"{output} holds another study, {read_json(file)}: give another folder.")
+    found = read_json(file, *content) if file.exists() else content
+    if any(found[key] != content[key] for key in content):
+        raise ValueError(
+            f"{output} holds another study, {found['study']} with seeds {found['seeds']}: give another folder (--output)."
+        )
     for planned in plan:
         RunFolder(output / planned.name).check_recipe(planned.recipe)
     output.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        write_whole(file, json.dumps(content, indent=2) + "\n")
+    content |= {"tasks": list(study.tasks), "models": list(study.models)}
+    write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def run_grid(output: Path, plan: list[PlannedRun], tell: Callable[[str], None]) -> GridReport:

@@ -297,4 +297,6 @@ def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> Recipe:
         OSError: it cannot be read.
     """
     values = read_yaml(path)
+    if isinstance(values, dict) and {"tasks", "models"} <= set(values):
+        raise ValueError(f"{path} is a study, not a recipe: `crosscurrent reproduce` runs it.")
     return validated(Recipe, merge(values, changes or {}) if isinstance(values, dict) else values, str(path))

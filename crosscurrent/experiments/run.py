@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTra
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
 
 
-def run(recipe: Recipe, path: Path, name: str = "") -> dict[str, Any] | None:
+def run(recipe: Recipe, path: str | Path, name: str = "") -> dict[str, Any] | None:
     """Do a run, or what is missing of it.
 
     If the process was stopped, at any moment and in any way, the same call goes on from the last checkpoint and comes
@@ -51,7 +52,7 @@ def run(recipe: Recipe, path: Path, name: str = "") -> dict[str, Any] | None:
 
         result = run(load_recipe(Path("my.yaml")), Path("runs/mine"))
     """
-    folder = RunFolder(path)
+    folder = RunFolder(Path(path))
     arguments = _arguments(recipe.training, folder.checkpoints, recipe.seed)
     if isinstance(recipe.model, AnyRecipe):
         build_model(recipe)  # refuses what only shows in the model itself, before anything is written
@@ -100,6 +101,8 @@ def _train(recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, name
         keep_only(folder.checkpoints, {step for step in usable if step <= done})
     if done >= recipe.training.max_steps:
         return
+    if done and _rank() == 0:
+        tqdm.write(f"{name or folder.path.name} goes on from step {done}", file=sys.stderr)
     with Progress(name or folder.path.name) as progress:
         trainer = _trainer(recipe, folder, arguments, done, progress)
         trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)

@@ -55,6 +55,9 @@ def validated(kind: type[AnySettings], values: Any, source: str) -> AnySettings:
 
 
 def _message(problem: Any) -> str:
+    if problem["type"] == "union_tag_invalid":
+        allowed = [tag.strip("'") for tag in str(problem["ctx"]["expected_tags"]).split(", ")]
+        return f"there is no {problem['ctx']['tag']!r}.{nearest(str(problem['ctx']['tag']), allowed)}"
     text = str(problem["msg"]).removeprefix("Value error, ")
     is_plain = isinstance(problem["input"], str | int | float | bool | list | type(None))
     needs_value = is_plain and problem["type"] != "missing" and repr(problem["input"]) not in text

@@ -183,7 +183,10 @@ def load_study(path: Path) -> Study:
         ValueError: something in it is not allowed; the message names the file and the key.
         OSError: it cannot be read.
     """
-    return validated(Study, read_yaml(path), str(path))
+    values = read_yaml(path)
+    if isinstance(values, dict) and {"task", "model"} <= set(values):
+        raise ValueError(f"{path} is a recipe, not a study: `crosscurrent train` runs it.")
+    return validated(Study, values, str(path))
 
 
 def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
@@ -205,13 +208,16 @@ def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
         return Path(name).stem, load_study(Path(name))
     wanted = name if scale is None else f"{name}/{scale}"
     studies = shipped_studies()
+    scales = [study.removeprefix(f"{name}/") for study in studies if study.startswith(f"{name}/")]
+    if scale is None and scales:
+        raise ValueError(f"{name} comes in several scales: give --scale {' or --scale '.join(scales)}.")
     if wanted not in studies:
         hint = did_you_mean(wanted, studies)
         raise ValueError(f"there is no study {wanted!r}.{hint} Give one of {', '.join(studies)}, or a .yaml file.")
     return wanted, load_study(studies[wanted])
 
 
-def find_recipe(name: str, changes: Values) -> tuple[str, Recipe]:
+def find_recipe(name: str, changes: Values | None = None) -> tuple[str, Recipe]:
     """A recipe in a file, or one of a study that comes with the package: "rlt/mini/parity/rlt-1".
 
     Returns:
@@ -224,7 +230,7 @@ def find_recipe(name: str, changes: Values) -> tuple[str, Recipe]:
         return Path(name).stem, load_recipe(Path(name), changes)
     study_name, task, model = _split(name)
     study = load_study(shipped_studies()[study_name])
-    values = merge(study.values(task, model), {"seed": study.seeds[0]}, changes)
+    values = merge(study.values(task, model), {"seed": study.seeds[0]}, changes or {})
     return name, validated(Recipe, values, name)
 
 

@@ -38,9 +38,8 @@ def run_tracking(output: Path, seed: int = 42, changes: dict[str, Any] | None = 
         run(recipe, runs / "parity" / model, model)
     collection = collect([runs])
     task = collection.runs[0].recipe.task
-    figure = draw_generalisation(
-        collection.scores("parity"), task.task, task.task.trained_range(task.train_lengths), MODELS
-    )
+    trained = task.task.trained_range(task.train_lengths)
+    figure = draw_generalisation(collection.scores("parity"), "parity", task.task.chance, trained, MODELS)
     save_figure(figure, output / "tracking")
     write_whole(output / "tracking.json", json.dumps(score_table(collection), indent=1) + "\n")
     return collection

@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from crosscurrent.experiments.aggregate import Run, Score
 from crosscurrent.tasks import Task
@@ -37,12 +37,15 @@ def _marker_of(model: str, models: Sequence[str]) -> str:
     return _MARKERS[models.index(model) % len(_MARKERS)]
 
 
-def draw_generalisation(scores: Sequence[Score], task: Task, trained: tuple[int, int], models: Sequence[str]) -> Figure:
-    """The first metric against the length: mean and sample standard deviation, and every seed as a small mark.
+def draw_generalisation(
+    scores: Sequence[Score], title: str, chance: float, trained: tuple[int, int], models: Sequence[str]
+) -> Figure:
+    """A metric against the length: mean and sample standard deviation, and every seed as a small mark.
 
     Args:
         scores: of one task and one metric.
-        task: for the chance and the title.
+        title: above the figure.
+        chance: the share that guessing gives.
         trained: the shortest and the longest training length, shown as a shaded range.
         models: all models of the report, which decides their styles.
     """
@@ -50,7 +53,7 @@ def draw_generalisation(scores: Sequence[Score], task: Task, trained: tuple[int,
     shortest, longest = trained
     label = f"training lengths ({shortest}–{longest})" if longest > shortest else f"training length ({longest})"
     axes.axvspan(shortest * 0.97, longest * 1.03, color="0.9", label=label)
-    axes.axhline(100 * task.chance, color="0.35", linestyle=":", label=f"chance ({100 * task.chance:.3g} %)")
+    axes.axhline(100 * chance, color="0.35", linestyle=":", label=f"chance ({100 * chance:.3g} %)")
     lengths = sorted({score.length for score in scores})
     present = [model for model in models if any(score.model == model for score in scores)]
     for place, model in enumerate(present):
@@ -64,7 +67,7 @@ def draw_generalisation(scores: Sequence[Score], task: Task, trained: tuple[int,
     axes.set_ylim(-3, 103)
     axes.set_xlabel("payload length (log scale)")
     axes.set_ylabel(f"{scores[0].metric.replace('_', ' ')} right (%)")
-    axes.set_title(f"{task.name}: mean and sample SD over seeds, and each seed")
+    axes.set_title(f"{title}: mean and sample SD over seeds; small marks: each seed")
     axes.grid(axis="y", color="0.88")
     figure.legend(fontsize="small", loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -84,7 +87,7 @@ def _draw_model(axes: Axes, scores: Sequence[Score], place: int, models: Sequenc
     for x, score in zip(xs, scores, strict=True):
         values = [100 * value for value in score.values.values()]
         axes.plot(
-            [x] * len(values), values, marker=marker, color=style["color"], alpha=0.45, markersize=3, linestyle="none"
+            [x] * len(values), values, marker=marker, color=style["color"], alpha=0.55, markersize=3.5, linestyle="none"
         )
 
 
@@ -103,7 +106,7 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         scores = [100 * sum(row[f"validation_{metric}_{n}"] for n in lengths) / len(lengths) for row in checks]
         steps = [row["step"] for row in checks]
         # Thousands of points each: as a picture inside the drawing they take a fraction of the space.
-        all_axes[0].plot(*zip(*training, strict=True), linewidth=0.5, alpha=0.7, label=label, rasterized=True, **style)
+        all_axes[0].plot(*zip(*training, strict=True), linewidth=0.7, alpha=0.85, label=label, rasterized=True, **style)
         all_axes[1].plot(steps, [row["validation_loss"] for row in checks], linewidth=1, **style)
         all_axes[2].plot(steps, scores, linewidth=1, **style)
         if run.result is not None:
@@ -122,6 +125,9 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         axes.grid(color="0.92")
     for axes in all_axes[:2]:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     all_axes[2].set_ylim(-3, 103)
     handles = all_axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=6, fontsize="small", frameon=False)

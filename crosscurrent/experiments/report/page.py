@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from crosscurrent.experiments.aggregate import Collection, Score
+from crosscurrent.experiments.aggregate import Collection, Run, Score
 from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation, save_figure
 from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
 from crosscurrent.experiments.settings import read_yaml
@@ -23,6 +23,8 @@ class Section:
     task: str
     description: str
     chance: float
+    num_test: int
+    training: list[dict[str, str]]
     metrics: list["MetricTable"]
     generalisation: str
     curves: str
@@ -92,7 +94,7 @@ def _section(collection: Collection, task: str, figures: Path) -> Section:
     recipe = runs[0].recipe.task
     first = [score for score in scores if score.metric == recipe.task.metrics[0]]
     shown = save_figure(
-        draw_generalisation(first, recipe.task, recipe.task.trained_range(recipe.train_lengths), models),
+        draw_generalisation(first, task, recipe.task.chance, recipe.task.trained_range(recipe.train_lengths), models),
         figures / f"{task}_lengths",
     )
     every = [run for run in collection.runs if run.task == task and run.rows]
@@ -101,10 +103,32 @@ def _section(collection: Collection, task: str, figures: Path) -> Section:
         task=task,
         description=" ".join((type(recipe.task).__doc__ or "").split("\n\n")[0].split()),
         chance=100 * recipe.task.chance,
+        num_test=recipe.num_test,
+        training=_training(runs),
         metrics=[_metric_table(scores, metric, recipe.name) for metric in recipe.task.metrics],
         generalisation=_inline(shown, f"{task}-lengths"),
         curves=_inline(curves, f"{task}-curves"),
     )
+
+
+def _training(runs: list[Run]) -> list[dict[str, str]]:
+    """How each model was trained, and with which seeds."""
+    rows = []
+    for model in dict.fromkeys(run.model for run in runs):
+        chosen = [run for run in runs if run.model == model]
+        recipe = chosen[0].recipe
+        shortest, longest = recipe.task.task.trained_range(recipe.task.train_lengths)
+        rows.append(
+            {
+                "model": model,
+                "lengths": f"{shortest}–{longest}" if longest > shortest else str(longest),
+                "loss": "every prefix" if recipe.task.prefix_supervision else "answer",
+                "steps": f"{recipe.training.max_steps:,} × {recipe.training.batch_size}",
+                "learning_rate": f"{recipe.training.learning_rate:g}",
+                "seeds": ", ".join(str(run.seed) for run in chosen),
+            }
+        )
+    return rows
 
 
 def _metric_table(scores: list[Score], metric: str, task: str) -> MetricTable:

@@ -20,8 +20,8 @@ def score_table(collection: Collection) -> Table:
             "model": score.model,
             "length": score.length,
             "metric": score.metric,
-            "mean": round(100 * score.mean, 4),
-            "standard_deviation": None
+            "mean_percent": round(100 * score.mean, 4),
+            "standard_deviation_percent": None
             if score.standard_deviation is None
             else round(100 * score.standard_deviation, 4),
             "num_seeds": len(score.values),
@@ -41,7 +41,7 @@ def seed_table(collection: Collection) -> Table:
             "seed": seed,
             "length": score.length,
             "metric": score.metric,
-            "value": round(100 * value, 4),
+            "value_percent": round(100 * value, 4),
         }
         for task in collection.tasks
         for score in collection.scores(task)
