@@ -1,5 +1,6 @@
 """Recipes and studies: what is filled in, what is refused and how it is said, and that all shipped ones are whole."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,14 @@ def test_a_misspelt_task_is_all_that_is_complained_about() -> None:
 def test_anchors_of_yaml_work(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("x: &base {a: 1, b: 2}\ny: {<<: *base, b: 3}\n")
     assert read_yaml(tmp_path / "a.yaml")["y"] == {"a": 1, "b": 3}
+
+
+def test_the_study_in_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "study.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (text,) = [block for block in blocks if "cells:" in block]
+    (tmp_path / "my-study.yaml").write_text(text)
+    assert len(load_study(tmp_path / "my-study.yaml").plan("my-study")) == 9
+    (recipe,) = [block for block in blocks if "cells:" not in block]
+    (tmp_path / "my.yaml").write_text(recipe)
+    assert load_recipe(tmp_path / "my.yaml").curriculum.feedback_interval is not None
