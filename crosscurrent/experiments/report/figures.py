@@ -125,7 +125,8 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         axes.grid(color="0.92")
     for axes in all_axes[:2]:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=9))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     all_axes[2].set_ylim(-3, 103)
