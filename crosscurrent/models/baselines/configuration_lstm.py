@@ -15,8 +15,8 @@ class LSTMConfig(PreTrainedConfig):
         hidden_size: width D of the embedding and of every layer.
         num_hidden_layers: layers; each has 8 D^2 + 8 D parameters.
         tie_word_embeddings: the output matrix is the embedding.
-        initializer_range: standard deviation of the embedding at the start; with 0.02, as Transformers have it, little of the
-            input reaches the layers. They start as torch's do.
+        initializer_range: standard deviation of the embedding at the start; with 0.02, as Transformers have it, little of
+            the input reaches the layers. They start as torch's do.
 
     Raises:
         ValueError: a size is not a positive integer.
