@@ -358,7 +358,8 @@ def test_two_processes_come_to_the_weights_of_one(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(write_yaml(recipe))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "crosscurrent", "train", str(tmp_path / "my.yaml"), "--output", str(tmp_path / "two")]
-    subprocess.run(command, check=True, env=environment(), capture_output=True, timeout=300)
+    done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     run(recipe, tmp_path / "one")
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     for ours, theirs in zip(one, two, strict=True):

@@ -58,11 +58,13 @@ def run(recipe: Recipe, path: str | Path, name: str = "") -> dict[str, Any] | No
         build_model(recipe)  # refuses what only shows in the model itself, before anything is written
     try:
         if _rank() != 0:
+            _wait_for_all()
             if not folder.is_done:
                 _train(recipe, folder, arguments, name)
             return None
         with folder.claimed():
             folder.open(recipe)
+            _wait_for_all()  # nobody writes into a folder that is being begun
             if not folder.is_done:
                 check_target(folder.model, overwrite=True)
                 _train(recipe, folder, arguments, name)
@@ -85,6 +87,12 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _wait_for_all() -> None:
+    """Of several processes (torchrun), go on when all are here."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 def _width_share(recipe: Recipe) -> float:
