@@ -61,13 +61,17 @@ def run(recipe: Recipe, path: str | Path, name: str = "") -> dict[str, Any] | No
             _wait_for_all()
             if not folder.is_done:
                 _train(recipe, folder, arguments, name)
+            _leave_together()
             return None
         with folder.claimed():
             folder.open(recipe)
             _wait_for_all()  # nobody writes into a folder that is being begun
-            if not folder.is_done:
+            is_done = folder.is_done
+            if not is_done:
                 check_target(folder.model, overwrite=True)
                 _train(recipe, folder, arguments, name)
+            _leave_together()
+            if not is_done:
                 _finish(recipe, folder, name)
             _remove_checkpoints(folder)
             return folder.result()
@@ -93,6 +97,13 @@ def _wait_for_all() -> None:
     """Of several processes (torchrun), go on when all are here."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
+
+
+def _leave_together() -> None:
+    """End the group of processes: the first one goes on alone, and the others may end without being missed."""
+    _wait_for_all()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _width_share(recipe: Recipe) -> float:
