@@ -20,14 +20,21 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, model_validator
 
 from crosscurrent.evaluation.scoring import METRICS
-from crosscurrent.experiments.architectures import AnyRecipe, ModelRecipe, RLTRecipe, Size, SolverSettings, T2MLRRecipe
+from crosscurrent.experiments.architectures import (
+    AnyRecipe,
+    Count,
+    ModelRecipe,
+    RLTRecipe,
+    Size,
+    SolverSettings,
+    T2MLRRecipe,
+)
 from crosscurrent.experiments.settings import Settings, merge, read_yaml, validated
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks import Task, get_task
 from crosscurrent.tasks.splits import Split
 from crosscurrent.training.schedules import Ramp, Steps
 
-Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # what numpy takes
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0)]
@@ -69,12 +76,7 @@ class TaskRecipe(Settings):
 
     @model_validator(mode="after")
     def _lengths_exist(self) -> "TaskRecipe":
-        splits: tuple[tuple[Split, tuple[int, ...]], ...] = (
-            ("train", self.train_lengths),
-            ("validation", self.validation_lengths),
-            ("test", self.test_lengths),
-        )
-        for split, lengths in splits:
+        for split, lengths in self.lengths.items():
             if not lengths or len(set(lengths)) < len(lengths):
                 raise ValueError(f"{split}_lengths={list(lengths)}: give at least one length, and each once.")
             for length in lengths:
@@ -83,6 +85,11 @@ class TaskRecipe(Settings):
         if unknown is not None:
             raise ValueError(f"{self.name} has a metric {unknown!r} that there is not.{did_you_mean(unknown, METRICS)}")
         return self
+
+    @property
+    def lengths(self) -> dict[Split, tuple[int, ...]]:
+        """Of the payloads, by split."""
+        return {"train": self.train_lengths, "validation": self.validation_lengths, "test": self.test_lengths}
 
     @property
     def task(self) -> Task:
@@ -255,13 +262,8 @@ class Recipe(Settings):
 
     def _num_tokens(self) -> list[int]:
         """Of the longest examples of each split."""
-        task = self.task
-        splits: tuple[tuple[Split, tuple[int, ...]], ...] = (
-            ("train", task.train_lengths),
-            ("validation", task.validation_lengths),
-            ("test", task.test_lengths),
-        )
-        return [len(task.task.example(split, max(lengths), 0).tokens) for split, lengths in splits]
+        task = self.task.task
+        return [len(task.example(split, max(lengths), 0).tokens) for split, lengths in self.task.lengths.items()]
 
     @property
     def vocab_size(self) -> int:

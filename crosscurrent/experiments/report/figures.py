@@ -18,8 +18,8 @@ from crosscurrent.experiments.aggregate import Run, Score
 from crosscurrent.tasks import Task
 from crosscurrent.training.telemetry import write_whole
 
-# Okabe and Ito's colours, which differ for nearly all eyes, and markers and lines that differ without colour. The numbers of
-# markers and lines have no common factor, and each run through the colours takes the next line.
+# Okabe and Ito's colours, which differ for nearly all eyes, and markers and lines that differ without colour. Each
+# run through the colours takes the next line.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#9A7D0A")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 _LINES = ("-", "--", ":", "-.")
