@@ -111,7 +111,7 @@ def test_chunks_go_on_across_calls() -> None:
     schedule = Schedule(4)
     start = RecurrentState.start(torch.zeros(1, 2))
     prompt = schedule.plan(Tokens(torch.zeros(1, 6, dtype=torch.int64), torch.ones(1, 6, dtype=torch.bool)), start)
-    assert prompt.source.tolist() == [[INITIAL] * 4 + [3, 3]] and prompt.final_source.tolist() == [3]
+    assert prompt.source.tolist() == [[INITIAL] * 4 + [3, 3]] and prompt.source_after[:, -1].tolist() == [3]
     state = RecurrentState(start.register, prompt.final_num_tokens, prompt.final_segment)
     rest = schedule.plan(Tokens(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool)), state)
     assert rest.source.tolist() == [[CARRIED, CARRIED, 1, 1]]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from crosscurrent.recurrence import RecurrentState
+from crosscurrent.recurrence import PADDING, RecurrentState, Solution
 
 
 class RecurrentCache(DynamicCache):
@@ -23,17 +24,20 @@ class RecurrentCache(DynamicCache):
         key_labels: [B, P] int64, the document of every token seen so far, -1 for padding; None before the first call.
         is_plain: no padding and one document per row so far.
 
-    `copy.deepcopy` gives an independent cache without gradient history. Rows can be reordered, repeated and selected.
-    Single tokens cannot be taken back (`crop`): keep a deep copy from before them instead.
-    """
+        registers: [B, 1 + N, D] if tokens can be taken back: the register before the first of the last N columns, and after
+            each of them; else None.
 
-    is_croppable = False  # type: ignore[assignment]  # tells assisted decoding that it cannot roll this cache back
+    `copy.deepcopy` gives an independent cache without gradient history. Rows can be reordered, repeated and selected.
+    After `activate_past_recording` the tokens that follow can be taken back exactly (`crop`).
+    """
 
     def __init__(self, config: PreTrainedConfig | None = None):
         super().__init__(config=config)
         self.state: RecurrentState | None = None
         self.key_labels: Tensor | None = None
         self.is_plain = True
+        self.records_past = False
+        self.registers: Tensor | None = None
 
     def branch(self) -> "RecurrentCache":
         """A cache that can be written to without changing this one. Tensors are shared: no layer writes in place."""
@@ -48,11 +52,33 @@ class RecurrentCache(DynamicCache):
         given.__dict__.update(self.__dict__)
         return given
 
+    def record(self, before: RecurrentState, solution: Solution, key_labels: Tensor, is_plain: bool) -> None:
+        """Take over what a call leaves behind."""
+        self.state, self.key_labels, self.is_plain = solution.state, key_labels, is_plain
+        if solution.registers is not None:
+            known = before.register.detach()[:, None] if self.registers is None else self.registers
+            self.registers = torch.cat([known, solution.registers], dim=1)
+
+    def activate_past_recording(self) -> None:
+        """Keep what is needed to take back tokens (`crop`) from here on: one register per token.
+
+        Raises:
+            ValueError: a sliding window has dropped entries already that taking back tokens would need.
+        """
+        self.records_past = True
+        self.layers = [_without_window(layer) for layer in self.layers]
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.records_past
+
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the rows of all that this class holds beside the layers."""
         if self.state is not None and self.key_labels is not None:
             self.state = self.state.map(change)
             self.key_labels = change(self.key_labels)
+        if self.registers is not None:
+            self.registers = change(self.registers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows into the order of beam_idx ([B] integer)."""
@@ -73,18 +99,37 @@ class RecurrentCache(DynamicCache):
         """Back to the cache before the first call."""
         for index, layer in enumerate(self.layers):
             self.layers[index] = _empty_like(layer)
-        self.state, self.key_labels, self.is_plain = None, None, True
+        self.state, self.key_labels, self.is_plain, self.registers = None, None, True, None
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the states of earlier tokens are not kept.
+    def crop(self, max_length: int) -> None:
+        """Take back tokens: the cache is then what it was before them, exactly.
+
+        Args:
+            max_length: how many columns to keep; a negative number: how many to take back. 0 takes back nothing.
 
         Raises:
-            ValueError: always.
+            ValueError: the registers of those tokens were not kept.
         """
-        raise ValueError(
-            "a recurrent cache cannot take back tokens: their attention entries could be cut off, but the state before "
-            "them is gone. Keep copy.deepcopy(cache) from before the tokens that may be rejected, and continue from it."
-        )
+        num_columns = 0 if self.key_labels is None else self.key_labels.shape[1]
+        num_removed = -max_length if max_length <= 0 else max(num_columns - max_length, 0)
+        if num_removed == 0:
+            return
+        num_recorded = 0 if self.registers is None else self.registers.shape[1] - 1
+        if num_removed > num_recorded:
+            raise ValueError(
+                f"{num_removed} tokens cannot be taken back: the states after the last {num_recorded} are kept. Call "
+                "cache.activate_past_recording() before the tokens that may be rejected, or continue from a "
+                "copy.deepcopy(cache) of before them."
+            )
+        self._take_back(num_removed)
+
+    def _take_back(self, num_columns: int) -> None:
+        assert self.registers is not None and self.key_labels is not None and self.state is not None
+        super().crop(-num_columns)
+        self.registers, self.key_labels = self.registers[:, :-num_columns], self.key_labels[:, :-num_columns]
+        segment = _last_label(self.key_labels)
+        in_document = (self.key_labels == segment[:, None]) & (segment[:, None] != PADDING)
+        self.state = RecurrentState(self.registers[:, -1], in_document.sum(dim=1), segment)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RecurrentCache":
         clone = copy.copy(self)
@@ -106,6 +151,27 @@ def _independent(value: Any, memo: dict[int, Any]) -> Any:
         clone.__dict__ = {name: _independent(item, memo) for name, item in value.__dict__.items()}
         return clone
     return copy.deepcopy(value, memo)
+
+
+def _last_label(key_labels: Tensor) -> Tensor:
+    """[B] the document of each row's last real token. Labels never decrease along a row."""
+    none = key_labels.new_full((key_labels.shape[0], 1), PADDING)
+    return torch.cat([none, key_labels], dim=1).amax(dim=1)
+
+
+def _without_window(layer: Any) -> Any:
+    """A layer that keeps all its entries; the attention mask alone limits what is seen."""
+    if not isinstance(layer, DynamicSlidingWindowLayer):
+        return layer
+    if layer.get_seq_length() >= layer.sliding_window:
+        raise ValueError(
+            f"the cache has passed its sliding window of {layer.sliding_window} tokens and has dropped entries: call "
+            "cache.activate_past_recording() on the new cache, before the first token."
+        )
+    whole = DynamicLayer()
+    if layer.is_initialized:
+        whole.update(layer.keys, layer.values)
+    return whole
 
 
 def _empty_like(layer: Any) -> Any:

@@ -63,13 +63,16 @@ class Call:
     keeps_cache: bool
     returns_dict: bool
 
+    @property
+    def keeps_registers(self) -> bool:
+        return self.keeps_cache and self.branch is not None and self.branch.records_past
+
     def finish(self, result: RecurrentCausalLMOutput, solution: Solution) -> RecurrentCausalLMOutput | tuple[Any, ...]:
         """Hand over the cache and the report, now that the call has succeeded."""
         result["solver_report"] = solution.report
         if self.keeps_cache:
             assert self.branch is not None
-            self.branch.state, self.branch.key_labels = solution.state, self.key_labels
-            self.branch.is_plain = self.is_plain
+            self.branch.record(self.state, solution, self.key_labels, self.is_plain)
             result[CACHE_NAME] = self.branch.commit_to(self.given)
         return result if self.returns_dict else result.to_tuple()
 

@@ -87,10 +87,10 @@ class Jacobi:
             new_states = guess.states(problem)
             residuals.append(_residual(new_states, states, problem.plan.writes))
             states = new_states
-        register = problem.pick(problem.plan.final_source[:, None], states)[:, 0]
+        register = problem.pick(problem.plan.source_after[:, -1:], states)[:, 0]
         report = self._report(residuals, depth)
         answer_nonconvergence(report, self.on_nonconvergence)
-        return Solution(guess.outputs, problem.final_state(register), past, report)
+        return Solution(guess.outputs, problem.final_state(register), past, report, problem.registers(states))
 
     def _report(self, residuals: list[Tensor], depth: int) -> SolverReport:
         exact = len(residuals) >= depth

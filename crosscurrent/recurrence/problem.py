@@ -55,6 +55,7 @@ class Problem:
         plan: sigma, worked out for these tokens.
         state: what the call continues from.
         fuse, core, carry: the architecture. `fuse` is None only if the plan fuses no token.
+        keeps_registers: whether the solution is to hold the register after every column, so that tokens can be taken back.
     """
 
     inputs: Tensor
@@ -63,6 +64,7 @@ class Problem:
     fuse: Fuse | None
     core: Core
     carry: Carry
+    keeps_registers: bool = False
 
     def fused(self, x: Tensor, r: Tensor, columns: slice, any_fused: bool = True) -> Tensor:
         """z of the given columns, from their inputs x and what they read.
@@ -95,6 +97,10 @@ class Problem:
     def final_state(self, register: Tensor) -> RecurrentState:
         return RecurrentState(register, self.plan.final_num_tokens, self.plan.final_segment)
 
+    def registers(self, states: Tensor) -> Tensor | None:
+        """[B, T, D] the register after each column, if they are to be kept, from the columns' states [B, T, D]."""
+        return self.pick(self.plan.source_after, states).detach() if self.keeps_registers else None
+
 
 @dataclass(frozen=True)
 class SolverReport:
@@ -119,12 +125,13 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class Solution:
-    """Outputs y [B, T, D], the final state, the core's entries, and the report."""
+    """Outputs y [B, T, D], the final state, the core's entries, the report, and the registers if they were asked for."""
 
     outputs: Tensor
     state: RecurrentState
     past: Any
     report: SolverReport
+    registers: Tensor | None
 
 
 class ConvergenceError(RuntimeError):

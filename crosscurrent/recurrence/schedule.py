@@ -67,9 +67,9 @@ class Plan:
         labels: [B, T] int64, as in `Tokens`.
         stages: column ranges in order. No fused token reads a state written in its own range, in any row, so each range
             can run in parallel once those before it are done.
+        source_after: [B, T] int64, as `source`, for the token that would follow each column in its document.
         depth: the largest number of stages that a document would have by itself. Jacobi iteration is exact after as many
             iterations. It is smaller than the number of stages if a row holds several documents, or chunks do not line up.
-        final_source: [B] int64, the column whose state the next token of the row's document reads (or CARRIED, INITIAL).
         final_num_tokens, final_segment: [B] int64, as in `RecurrentState`, after this call.
     """
 
@@ -78,9 +78,9 @@ class Plan:
     source: Tensor
     positions: Tensor
     labels: Tensor
+    source_after: Tensor
     stages: tuple[Stage, ...]
     depth: int
-    final_source: Tensor
     final_num_tokens: Tensor
     final_segment: Tensor
 
@@ -145,9 +145,9 @@ class Schedule:
             source=source,
             positions=positions,
             labels=tokens.labels,
+            source_after=source_after,
             stages=stages,
             depth=depth,
-            final_source=torch.where(seen, source_after[:, -1], CARRIED),
             final_num_tokens=torch.where(seen, positions[row, last_real] + 1, state.num_tokens),
             final_segment=torch.where(seen, tokens.labels[row, last_real], state.segment),
         )

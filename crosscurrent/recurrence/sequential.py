@@ -46,7 +46,7 @@ class Sequential:
         inputs = problem.inputs.split([stage.stop - stage.start for stage in stages], dim=1)
         register, initial = problem.state.register, problem.initial()
         past = problem.core.start(keeps_entries=len(stages) > 1)
-        outputs = []
+        outputs, states = [], []
         for stage, x in zip(stages, inputs, strict=True):
             if self.truncate is not None and stage.start > 0 and stage.start % self.truncate == 0:
                 register, past = register.detach(), problem.core.detach(past)
@@ -59,9 +59,12 @@ class Sequential:
             carried = problem.carried(y, read, stage.columns)
             register = _last_written(carried, plan.writes[:, stage.columns], register)
             outputs.append(y)
-        register = torch.where((plan.final_source == INITIAL)[:, None], initial, register)
+            if problem.keeps_registers:
+                states.append(carried)
+        register = torch.where((plan.source_after[:, -1] == INITIAL)[:, None], initial, register)
+        registers = problem.registers(torch.cat(states, dim=1)) if states else None
         report = SolverReport(self.name, len(stages), exact=True, converged=True, residuals=register.new_zeros(0))
-        return Solution(torch.cat(outputs, dim=1), problem.final_state(register), past, report)
+        return Solution(torch.cat(outputs, dim=1), problem.final_state(register), past, report, registers)
 
     def _stages(self, stages: tuple[Stage, ...]) -> list[Stage]:
         """The plan's stages, cut at every column where the gradient is to be cut."""

@@ -37,6 +37,12 @@ class Window:
         past_keys, past_values = self.keys[layer_index], self.values[layer_index]
         return lambda keys, values: (torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2))
 
+    def without_last(self, num_tokens: int) -> "Window":
+        """The window before the last tokens, if it was kept whole."""
+        return self.map(
+            lambda tensor: tensor.narrow(_token_dim(tensor), 0, tensor.shape[_token_dim(tensor)] - num_tokens)
+        )
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "Window":
         return Window(
             tuple(change(keys) for keys in self.keys),
@@ -75,6 +81,7 @@ class DecoderRun:
         plan: of this call; it tells documents and positions.
         memory_labels: [B, P + T].
         is_plain: no padding and one document per row, so that causality alone decides what is seen.
+        keeps_all: keep in the window what no token sees any more, since tokens may be taken back.
     """
 
     def __init__(
@@ -86,9 +93,10 @@ class DecoderRun:
         plan: Plan,
         memory_labels: Tensor,
         is_plain: bool,
+        keeps_all: bool,
     ):
         self.decoder, self.rotation, self.memory, self.window = decoder, rotation, memory, window
-        self.plan, self.memory_labels, self.is_plain = plan, memory_labels, is_plain
+        self.plan, self.memory_labels, self.is_plain, self.keeps_all = plan, memory_labels, is_plain, keeps_all
         self.num_past = memory_labels.shape[1] - plan.num_tokens
 
     def start(self, keeps_entries: bool) -> Window:
@@ -133,7 +141,7 @@ class DecoderRun:
         """The last W - 1 real tokens of each row."""
         num_kept = self.decoder.config.sliding_window - 1
         num_keys = window.labels.shape[1]
-        if num_keys <= num_kept:
+        if num_keys <= num_kept or self.keeps_all:
             return window
         if self.is_plain:
             return window.map(lambda tensor: _last_tokens(tensor, num_kept))
@@ -173,9 +181,14 @@ def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return (columns == columns[num_keys - num_queries :, None])[None]
 
 
+def _token_dim(tensor: Tensor) -> int:
+    """Where the tokens are in [B, N] or [B, H, N, E]."""
+    return 1 if tensor.dim() == 2 else 2
+
+
 def _last_tokens(tensor: Tensor, count: int) -> Tensor:
     """The last `count` tokens of [B, N] or [B, H, N, E]."""
-    dim = 1 if tensor.dim() == 2 else 2
+    dim = _token_dim(tensor)
     return tensor.narrow(dim, tensor.shape[dim] - count, count).contiguous()  # a view would keep all tokens in memory
 
 

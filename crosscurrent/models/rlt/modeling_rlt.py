@@ -46,6 +46,11 @@ class RLTCache(RecurrentCache):
         if self.window is not None:
             self.window = self.window.map(change)
 
+    def _take_back(self, num_columns: int) -> None:
+        super()._take_back(num_columns)
+        if self.window is not None:
+            self.window = self.window.without_last(num_columns)
+
     def reset(self) -> None:
         super().reset()
         self.window = None
@@ -89,8 +94,9 @@ class RLTModel(nn.Module):
             plan=call.plan,
             memory_labels=call.key_labels,
             is_plain=call.is_plain,
+            keeps_all=call.keeps_registers,
         )
-        return Problem(encoded, call.plan, call.state, self.merge, core, self.carry)
+        return Problem(encoded, call.plan, call.state, self.merge, core, self.carry, call.keeps_registers)
 
     def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
         """e [B, T, D], and the encoder's keys and values into the cache."""

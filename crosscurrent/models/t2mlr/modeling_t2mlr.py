@@ -291,6 +291,7 @@ class _Run:
             fuse=self.model.fusion,
             core=self.core,
             carry=self.model.carry,
+            keeps_registers=self.call.keeps_registers,
         )
         self.solution = solution = self.call.solver.solve(problem)
         if self.call.branch is not None:  # the layers after the range write into the same cache
