@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from crosscurrent.recurrence import PADDING, RecurrentState, Solution
 
@@ -18,11 +18,15 @@ class RecurrentCache(DynamicCache):
 
     Args:
         config: the configuration of the layers whose keys and values are kept. None: layers are added as they are used.
+        max_cache_len: room for so many tokens is made at once and never grows (a static cache, for `torch.compile`); None:
+            the cache grows with the sequence.
 
     Attributes:
         state: what the next token reads; None before the first call.
         key_labels: [B, P] int64, the document of every token seen so far, -1 for padding; None before the first call.
         is_plain: no padding and one document per row so far.
+        num_places: how many tokens there is room for; None: as many as come.
+        records_past: whether tokens can be taken back.
 
         registers: [B, 1 + N, D] if tokens can be taken back: the register before the first of the last N columns, and after
             each of them; else None.
@@ -31,8 +35,12 @@ class RecurrentCache(DynamicCache):
     After `activate_past_recording` the tokens that follow can be taken back exactly (`crop`).
     """
 
-    def __init__(self, config: PreTrainedConfig | None = None):
+    def __init__(self, config: PreTrainedConfig | None = None, max_cache_len: int | None = None):
         super().__init__(config=config)
+        self.num_places = max_cache_len
+        if max_cache_len is not None:
+            # Also for layers with a sliding window: the attention mask alone limits what they see.
+            self.layers = [StaticLayer(max_cache_len=max_cache_len) for _ in self.layers]
         self.state: RecurrentState | None = None
         self.key_labels: Tensor | None = None
         self.is_plain = True
@@ -40,9 +48,9 @@ class RecurrentCache(DynamicCache):
         self.registers: Tensor | None = None
 
     def branch(self) -> "RecurrentCache":
-        """A cache that can be written to without changing this one. Tensors are shared: no layer writes in place."""
+        """A cache that can be written to without changing this one. Tensors are shared."""
         branch = copy.copy(self)
-        branch.layers = [copy.copy(layer) for layer in self.layers]
+        branch.layers = [branch_layer(layer) for layer in self.layers]
         return branch
 
     def commit_to(self, given: "RecurrentCache | None") -> "RecurrentCache":
@@ -125,7 +133,12 @@ class RecurrentCache(DynamicCache):
 
     def _take_back(self, num_columns: int) -> None:
         assert self.registers is not None and self.key_labels is not None and self.state is not None
-        super().crop(-num_columns)
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if isinstance(layer, StaticLayer):
+                layer.cumulative_length = layer.cumulative_length - num_columns
+            else:
+                layer.crop(-num_columns)
         self.registers, self.key_labels = self.registers[:, :-num_columns], self.key_labels[:, :-num_columns]
         segment = _last_label(self.key_labels)
         in_document = (self.key_labels == segment[:, None]) & (segment[:, None] != PADDING)
@@ -169,12 +182,14 @@ def _without_window(layer: Any) -> Any:
             "cache.activate_past_recording() on the new cache, before the first token."
         )
     whole = DynamicLayer()
-    if layer.is_initialized:
+    if layer.keys is not None and layer.values is not None:
         whole.update(layer.keys, layer.values)
     return whole
 
 
 def _empty_like(layer: Any) -> Any:
+    if isinstance(layer, StaticLayer):
+        return type(layer)(max_cache_len=layer.max_cache_len)
     window = getattr(layer, "sliding_window", None)
     return type(layer)() if window is None else type(layer)(sliding_window=window)
 
@@ -191,6 +206,15 @@ def as_recurrent_cache(cache: Any, cache_class: type[RecurrentCache]) -> Recurre
         f"the cache is a {type(cache).__name__}: this model carries a recurrent state as well and needs a "
         f"{cache_class.__name__}. Make one with model.new_cache(), or give none."
     )
+
+
+def branch_layer(layer: Any) -> Any:
+    """A copy of a cache layer that can be written to. Tensors are shared: dynamic layers do not write in place, and a
+    static one writes behind what this one counts as its own."""
+    branch = copy.copy(layer)
+    if isinstance(layer, StaticLayer):
+        branch.cumulative_length = layer.cumulative_length.clone()
+    return branch
 
 
 def detach_layer(layer: Any) -> Any:

@@ -106,6 +106,8 @@ def begin_call(
             f"the cache holds {past_labels.shape[0]} rows and the call has {shape[0]}: give as many rows, or repeat or "
             "select the cache's rows first (batch_repeat_interleave, batch_select_indices)."
         )
+    if given is not None and given.num_places is not None:
+        _check_static(given, shape[1], model.training)
     state = given.state if given is not None and given.state is not None else model.start_state(shape[0])
     is_real = real_tokens(attention_mask, shape, past_labels, device)
     if attention_mask is not None or given is not None:
@@ -127,6 +129,20 @@ def begin_call(
         keeps_cache=keeps_cache,
         returns_dict=bool(config.return_dict if return_dict is None else return_dict),
     )
+
+
+def _check_static(cache: RecurrentCache, num_new: int, is_training: bool) -> None:
+    assert cache.num_places is not None
+    if is_training and torch.is_grad_enabled():
+        raise ValueError(
+            "a cache with max_cache_len is overwritten in place, which gradients do not survive: use another."
+        )
+    num_held = 0 if cache.key_labels is None else cache.key_labels.shape[1]
+    if num_held + num_new > cache.num_places:
+        raise ValueError(
+            f"the cache has room for {cache.num_places} tokens, holds {num_held} and is to take {num_new} more: make a "
+            "larger one (model.new_cache(max_cache_len=...))."
+        )
 
 
 def _is_plain(

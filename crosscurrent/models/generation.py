@@ -1,25 +1,32 @@
 """How recurrent models take part in transformers' `generate`."""
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from crosscurrent.models.assisted import AssistedDecoding
 from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
 from crosscurrent.models.checkpoints import CheckedLoading
 from crosscurrent.models.compat import CACHE_NAME
-from crosscurrent.recurrence import Sequential, Solver
+from crosscurrent.recurrence import Solver
 
 
-class RecurrentCausalLM(CheckedLoading, GenerationMixin):
+class RecurrentCausalLM(CheckedLoading, AssistedDecoding, GenerationMixin):
     """What all recurrent models share: checked loading, and `generate` with the recurrent state inside the cache."""
 
     cache_class: type[RecurrentCache]
 
-    def new_cache(self) -> RecurrentCache:
-        """An empty cache for this model, to pass as `cache` to `forward` or `generate`."""
+    def new_cache(self, max_cache_len: int | None = None) -> RecurrentCache:
+        """An empty cache for this model, to pass as `cache` to `forward` or `generate`.
+
+        Args:
+            max_cache_len: make room for so many tokens at once (a static cache, for `torch.compile`).
+
+        Raises:
+            ValueError: the model has no static cache.
+        """
         raise NotImplementedError
 
     def generate(  # type: ignore[override]
@@ -68,6 +75,10 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
                 kwargs[name] = value
         return super().generate(inputs, *args, **kwargs)
 
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The mask as it is: `forward` makes those of the layers, and knows of documents and padding by it."""
+        return attention_mask
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -95,54 +106,23 @@ class RecurrentCausalLM(CheckedLoading, GenerationMixin):
         return model_inputs
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not supported: leave it out, or give "
-                "'dynamic'."
-            )
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "dynamic_full", "static"):
+            raise ValueError(f"cache_implementation={kind!r} is not supported: leave it out, or give 'static'.")
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
         if generation_config.use_cache is not False:
-            cache = model_kwargs[CACHE_NAME] = given if given is not None else self.new_cache()
+            cache = model_kwargs[CACHE_NAME] = (
+                given if given is not None else self.new_cache(max_cache_length if kind == "static" else None)
+            )
             if generation_config.is_assistant:
                 cache.activate_past_recording()  # rejected drafts are taken back
-
-    def _assisted_decoding(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As transformers, except that the prompt and the drafts are solved apart.
-
-        How the prompt is solved is the caller's choice (`solver`); a draft is verified exactly, as single tokens are.
-        """
-        config = kwargs["generation_config"]
-        _refuse_unsupported_assistance(input_ids, config, kwargs)
-        cache: RecurrentCache = kwargs[CACHE_NAME]
-        cache.activate_past_recording()
-        if kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = torch.ones_like(input_ids)
-        num_held = 0 if cache.key_labels is None else cache.key_labels.shape[1]
-        if input_ids.shape[1] - 1 > num_held:
-            own = inspect.signature(GenerationMixin._assisted_decoding).parameters
-            model_kwargs = {name: value for name, value in kwargs.items() if name not in own}
-            for name in ("attention_mask", "position_ids"):
-                if model_kwargs.get(name) is not None:
-                    model_kwargs[name] = model_kwargs[name][..., :-1]
-            self._prefill(input_ids[:, :-1], config, model_kwargs)
-        kwargs["solver"] = Sequential()
-        return super()._assisted_decoding(input_ids, *args, **kwargs)
-
-    def _get_candidate_generator(  # type: ignore[override]
-        self, *args: Any, input_ids: Tensor, assistant_model: Any = None, model_kwargs: dict[str, Any], **kwargs: Any
-    ) -> Any:
-        """An assistant gets what is meant for its kind of model."""
-        shared = {name: value for name, value in model_kwargs.items() if name not in ("solver", "recurrent_mask")}
-        if isinstance(assistant_model, RecurrentCausalLM):
-            mask = model_kwargs.get("recurrent_mask")
-            if mask is None and not getattr(assistant_model.config, "prompt_recurrence", True):
-                mask = torch.zeros_like(input_ids, dtype=torch.bool)
-            shared |= {} if mask is None else {"recurrent_mask": mask}
-        return super()._get_candidate_generator(
-            *args, input_ids=input_ids, assistant_model=assistant_model, model_kwargs=shared, **kwargs
-        )
 
 
 def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: RecurrentCache | None) -> int | None:
@@ -151,24 +131,6 @@ def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: Rec
         return None
     is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
     return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
-
-
-def _refuse_unsupported_assistance(input_ids: Tensor, generation_config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for what assisted decoding does not do, before the first token."""
-    if CACHE_NAME not in kwargs:
-        raise ValueError("assisted decoding needs a cache to take drafts back from: leave out use_cache=False.")
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"assisted decoding takes one prompt at a time, and there are {input_ids.shape[0]} rows.")
-    if generation_config.assistant_early_exit is not None:
-        raise ValueError(
-            "assistant_early_exit is not supported: a model cut off after a few layers has no recurrent range. Give an "
-            "assistant_model, or prompt_lookup_num_tokens."
-        )
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(generation_config, name):
-            raise ValueError(f"{name} is not supported in assisted decoding: score the finished sequence with forward.")
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("assisted decoding compares token ids: give input_ids, not inputs_embeds.")
 
 
 def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:

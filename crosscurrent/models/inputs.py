@@ -34,7 +34,7 @@ def check_token_ids(input_ids: Tensor | None, inputs_embeds: Tensor | None, voca
         )
     if given.shape[0] == 0 or given.shape[1] == 0:
         raise ValueError(f"{name} has shape {tuple(given.shape)}: give at least one row and one token.")
-    if input_ids is not None:
+    if input_ids is not None and not torch.compiler.is_compiling():  # compiled code must not look into tensors
         if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids has dtype {input_ids.dtype}: an integer dtype is needed.")
         low, high = (int(value) for value in input_ids.aminmax())
@@ -58,15 +58,16 @@ def real_tokens(
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     num_past = 0 if past_labels is None else past_labels.shape[1]
-    allowed = {(batch_size, num_tokens), (batch_size, num_past + num_tokens)}
-    if mask.dim() != 2 or tuple(mask.shape) not in allowed:
+    is_whole = mask.dim() == 2 and mask.shape[1] == num_past + num_tokens
+    if mask.dim() != 2 or mask.shape[0] != batch_size or not (is_whole or mask.shape[1] == num_tokens):
+        allowed = dict.fromkeys([(batch_size, num_tokens), (batch_size, num_past + num_tokens)])
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}: allowed is {' or '.join(map(str, sorted(allowed)))} "
+            f"attention_mask has shape {tuple(mask.shape)}: allowed is {' or '.join(map(str, allowed))} "
             "(batch, tokens), nonzero for real tokens. Ready-made 4D masks are not supported; for packed documents "
             "give segment_ids."
         )
     is_real = mask.to(device) != 0
-    if past_labels is not None and mask.shape[1] == num_past + num_tokens:
+    if past_labels is not None and is_whole and not torch.compiler.is_compiling():
         differs = is_real[:, :num_past] != (past_labels != PADDING)
         if bool(differs.any()):
             row, column = differs.nonzero()[0].tolist()

@@ -41,8 +41,8 @@ class Stage:
     """A half-open range of columns, and what of it is known without asking the device.
 
     Attributes:
-        any_fused: whether any of its tokens is fused.
-        any_initial: whether any of them reads the initial state.
+        any_fused: whether any of its tokens may be fused.
+        any_initial: whether any of them may read the initial state.
     """
 
     start: int
@@ -190,6 +190,8 @@ def _source_of_each(source_after: Tensor, starts: Tensor, continues: Tensor) -> 
 
 def _stages(source: Tensor, fused: Tensor, starts: Tensor) -> tuple[tuple[Stage, ...], int]:
     """The stages of all rows together, and the depth of the deepest document. One transfer from the device."""
+    if source.shape[1] == 1:  # no need to ask the device, which would hold up every step of decoding
+        return (Stage(0, 1, any_fused=True, any_initial=True),), 1
     read = torch.where(fused, source, INITIAL)
     newest = read.clamp(min=CARRIED).cummax(dim=1).values
     before = torch.cat([torch.full_like(newest[:, :1], CARRIED), newest[:, :-1]], dim=1)

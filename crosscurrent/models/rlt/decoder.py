@@ -39,6 +39,8 @@ class Window:
 
     def without_last(self, num_tokens: int) -> "Window":
         """The window before the last tokens, if it was kept whole."""
+        if not self.keys:
+            return self
         return self.map(
             lambda tensor: tensor.narrow(_token_dim(tensor), 0, tensor.shape[_token_dim(tensor)] - num_tokens)
         )

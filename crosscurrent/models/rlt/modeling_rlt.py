@@ -186,7 +186,11 @@ class RLTForCausalLM(RecurrentCausalLM):
     def start_state(self, batch_size: int) -> RecurrentState:
         return self.model.start_state(batch_size)
 
-    def new_cache(self) -> RLTCache:
+    def new_cache(self, max_cache_len: int | None = None) -> RLTCache:
+        if max_cache_len is not None:
+            raise ValueError(
+                "an RLT has no static cache: leave out max_cache_len (in `generate`: cache_implementation)."
+            )
         return RLTCache()
 
     def forward(

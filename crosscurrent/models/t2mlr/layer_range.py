@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import StaticLayer
 
-from crosscurrent.models.cache import detach_layer
+from crosscurrent.models.cache import branch_layer, detach_layer
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # what layers call their cache
 
@@ -52,15 +53,15 @@ class LayerCall:
         arguments = dict(self.arguments)
         start, stop, _ = columns.indices(self.num_tokens)
         if (start, stop) != (0, self.num_tokens):
-            num_keys = _num_keys(past.layers[self.index], stop - start)
-            arguments = {name: self._cut(name, value, start, stop, num_keys) for name, value in arguments.items()}
+            cache_layer = past.layers[self.index]
+            arguments = {name: self._cut(name, value, start, stop, cache_layer) for name, value in arguments.items()}
         if self.cache_name is not None:
             arguments[self.cache_name] = past
         return _checked_stream(self.layer, self.layer(hidden, **arguments))
 
-    def _cut(self, name: str, value: Any, start: int, stop: int, num_keys: int) -> Any:
+    def _cut(self, name: str, value: Any, start: int, stop: int, cache_layer: Any) -> Any:
         if name == "attention_mask":
-            return self._cut_mask(value, start, stop, num_keys)
+            return self._cut_mask(value, start, stop, cache_layer)
         if name == "position_ids":
             return value if value is None else value[..., start:stop]
         if name.startswith("position_embeddings"):
@@ -76,8 +77,14 @@ class LayerCall:
             )
         return value
 
-    def _cut_mask(self, mask: Any, start: int, stop: int, num_keys: int) -> Any:
+    def _cut_mask(self, mask: Any, start: int, stop: int, cache_layer: Any) -> Any:
         num_queries = stop - start
+        if isinstance(cache_layer, StaticLayer):  # its keys are all there from the start, most of them unwritten
+            if isinstance(mask, Tensor) and mask.dim() == 4:
+                return mask[..., start:stop, :]
+            places = torch.arange(cache_layer.max_cache_len, device=next(self.layer.parameters()).device)
+            return (places <= cache_layer.cumulative_length + places[:num_queries, None])[None, None]
+        num_keys = _num_keys(cache_layer, num_queries)
         if mask is None:
             # No mask means causal attention over all keys, which a kernel takes for granted only for a lone query or
             # where there are as many keys as queries.
@@ -131,7 +138,7 @@ class LayerRange:
         return DynamicCache(config=self.config)
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
-        past = self._map_layers(past, copy.copy)
+        past = self._map_layers(past, branch_layer)
         if columns.indices(self.calls[0].num_tokens)[0] == 0:
             self._repeat_randomness(z.device)
         self.run_lengths.append(z.shape[1])

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crosscurrent.recurrence import PADDING
@@ -47,12 +48,17 @@ class DocumentMask:
         return self._last[1]
 
     def _limited(self, mask: Tensor) -> Tensor:
-        num_keys = mask.shape[-1]  # a sliding layer sees the last ones only
-        allowed, itself = self.allowed[..., -num_keys:], self.itself[..., -num_keys:]
+        allowed, itself = _fitted(self.allowed, mask.shape[-1]), _fitted(self.itself, mask.shape[-1])
         if mask.dtype == torch.bool:
             return (mask | itself) & allowed
         lowest = torch.finfo(mask.dtype).min
         return torch.where(allowed, torch.where(itself, 0.0, mask), lowest).to(mask.dtype)
+
+
+def _fitted(allowed: Tensor, num_keys: int) -> Tensor:
+    """For as many keys as a layer has: the last ones (a sliding window), or more than there are tokens (a static cache)."""
+    missing = num_keys - allowed.shape[-1]
+    return F.pad(allowed, (0, missing)) if missing > 0 else allowed[..., -num_keys:]
 
 
 def _lowest_document(key_labels: Tensor) -> Tensor:

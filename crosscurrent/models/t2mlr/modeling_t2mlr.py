@@ -141,8 +141,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     def start_state(self, batch_size: int) -> RecurrentState:
         return RecurrentState.start(self.fusion.initial_state(batch_size))
 
-    def new_cache(self) -> T2MLRCache:
-        return T2MLRCache(self.config.get_text_config(decoder=True))
+    def new_cache(self, max_cache_len: int | None = None) -> T2MLRCache:
+        return T2MLRCache(self.config.get_text_config(decoder=True), max_cache_len)
 
     def forward(
         self,
