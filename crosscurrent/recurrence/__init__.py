@@ -5,8 +5,8 @@ reads) and the solver (how the equations are solved for known tokens). Start wit
 This package needs PyTorch only.
 """
 
-from crosscurrent.recurrence.carry import Carry, LastOutput, NormalizedSum
-from crosscurrent.recurrence.fuse import Fuse, GatedFusion, Merge
+from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, NormalizedSum
+from crosscurrent.recurrence.fuse import Fuse, GatedFusion, GatesRead, Merge
 from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
@@ -17,11 +17,13 @@ from crosscurrent.recurrence.state import RecurrentState
 __all__ = [
     "PADDING",
     "SOLVERS",
+    "BoundedSum",
     "Carry",
     "ConvergenceError",
     "Core",
     "Fuse",
     "GatedFusion",
+    "GatesRead",
     "Jacobi",
     "LastOutput",
     "Merge",

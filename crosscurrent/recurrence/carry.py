@@ -7,6 +7,7 @@ state at all: the carry of the others must owe nothing to r.
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -21,6 +22,8 @@ class NormalizedSum(nn.Module):
         hidden_size: width D.
         eps: of the RMSNorm.
         detach_residual: let no gradient through the R_{t-1} term, as the authors do in fine-tuning.
+        state_dtype: of the states, and of this computation. None: that of y, but at least float32, so that a state which is
+            read and added to again and again is not rounded to the width of a bfloat16 stream each time.
 
     Example:
         >>> carry = NormalizedSum(hidden_size=4)
@@ -29,14 +32,74 @@ class NormalizedSum(nn.Module):
         [[[1.0, 1.0, 1.0, 1.0]]]
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, detach_residual: bool = False):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        detach_residual: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.detach_residual = detach_residual
+        self.detach_residual, self.state_dtype = detach_residual, state_dtype
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
+    def dtype_for(self, stream: torch.dtype) -> torch.dtype:
+        """The states' dtype, given the stream's."""
+        return state_dtype_for(stream, self.state_dtype)
+
     def forward(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor:
-        residual = torch.where(fused, r, 0)
-        return self.norm(y + (residual.detach() if self.detach_residual else residual))
+        y = y.to(self.dtype_for(y.dtype))
+        residual = torch.where(fused, r, 0).to(y.dtype)
+        total = y + (residual.detach() if self.detach_residual else residual)
+        return F.rms_norm(total, self.norm.normalized_shape, self.norm.weight.to(total.dtype), self.norm.eps)
+
+
+class BoundedSum(nn.Module):
+    """The cache update of the authors' released code, for the checkpoints that were trained with it.
+
+    With v = y + weight * R: the state is v * clamp(1 / sqrt(mean(v^2) + eps), 1 / bound, bound), the scale a constant to the
+    gradient. A token that reads nothing leaves y itself behind. There are no parameters.
+
+    Args:
+        eps, bound: as above.
+        residual_weight: of R.
+        detach_residual: let no gradient through the R term.
+        state_dtype: as in `NormalizedSum`.
+
+    Example:
+        >>> carry = BoundedSum()
+        >>> y, r = torch.full((1, 2, 4), 3.0), torch.ones(1, 2, 4)
+        >>> carry(y, r, torch.tensor([[[True], [False]]]))[..., 0].round(decimals=4).tolist()
+        [[1.0, 3.0]]
+    """
+
+    def __init__(
+        self,
+        eps: float = 1e-6,
+        bound: float = 5.0,
+        residual_weight: float = 1.0,
+        detach_residual: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.eps, self.bound, self.residual_weight = eps, bound, residual_weight
+        self.detach_residual, self.state_dtype = detach_residual, state_dtype
+
+    def dtype_for(self, stream: torch.dtype) -> torch.dtype:
+        """The states' dtype, given the stream's."""
+        return state_dtype_for(stream, self.state_dtype)
+
+    def forward(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor:
+        y = y.to(self.dtype_for(y.dtype))
+        total = y + self.residual_weight * (r.detach() if self.detach_residual else r).to(y.dtype)
+        mean_square = total.detach().square().mean(dim=-1, keepdim=True)
+        scale = (mean_square + self.eps).rsqrt().clamp(1 / self.bound, self.bound)
+        return torch.where(fused, total * scale, y)
+
+
+def state_dtype_for(stream: torch.dtype, asked_for: torch.dtype | None) -> torch.dtype:
+    """The dtype of the states beside a stream of a given dtype: what was asked for, else at least float32."""
+    return torch.promote_types(stream, torch.float32) if asked_for is None else asked_for
 
 
 class LastOutput(nn.Module):

@@ -3,10 +3,12 @@
 Shapes: B rows, T tokens, D hidden_size.  x, z [B, T, D]; r [B, T, D] or [B, 1, D], which broadcasts over tokens.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+
+GatesRead = Literal["state", "projected_state"]
 
 
 class Fuse(Protocol):
@@ -48,6 +50,8 @@ class GatedFusion(nn.Module):
     Args:
         hidden_size: width D of the stream; the fusion adds 5 D^2 + 2 D + 2 parameters.
         initializer_range: standard deviation of the three matrices at the start.
+        gates_read: what f_cur and f_rec see beside h: "state", R itself, as in the paper, or "projected_state", W_rec R, as
+            in the authors' released code.
 
     Example:
         >>> fuse = GatedFusion(hidden_size=8)
@@ -56,9 +60,9 @@ class GatedFusion(nn.Module):
         True
     """
 
-    def __init__(self, hidden_size: int, initializer_range: float = 0.02):
+    def __init__(self, hidden_size: int, initializer_range: float = 0.02, gates_read: GatesRead = "state"):
         super().__init__()
-        self.initializer_range = initializer_range
+        self.initializer_range, self.gates_read = initializer_range, gates_read
         self.current_gate = PairLinear(hidden_size)
         self.recurrent_gate = PairLinear(hidden_size)
         self.recurrent_projection = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -66,10 +70,13 @@ class GatedFusion(nn.Module):
         self.recurrent_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, r: Tensor) -> Tensor:
-        current = torch.sigmoid(self.current_gate(x, r))
-        recurrent = torch.sigmoid(self.recurrent_gate(x, r))
+        r = r.to(x.dtype)  # the state may be kept in a wider type than the stream
+        projected = self.recurrent_projection(r)
+        seen = projected if self.gates_read == "projected_state" else r
+        current = torch.sigmoid(self.current_gate(x, seen))
+        recurrent = torch.sigmoid(self.recurrent_gate(x, seen))
         kept = torch.tanh(self.current_scale) * current * x
-        added = torch.tanh(self.recurrent_scale) * recurrent * self.recurrent_projection(r)
+        added = torch.tanh(self.recurrent_scale) * recurrent * projected
         return x + kept + added
 
     def initial_state(self, batch_size: int) -> Tensor:

@@ -1,11 +1,12 @@
 """Configuration of a retrofitted model."""
 
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from crosscurrent.models.checkpoints import refuse_misspelt_settings, refuse_other_model_type
-from crosscurrent.recurrence import Jacobi, Schedule, as_solver, solver_to_dict
+from crosscurrent.recurrence import GatesRead, Jacobi, Schedule, as_solver, solver_to_dict
 
 
 class T2MLRConfig(PreTrainedConfig):
@@ -20,6 +21,13 @@ class T2MLRConfig(PreTrainedConfig):
             of B tokens; None: no feedback.
         prompt_recurrence: whether prompt tokens are recurrent in `generate`. Set it as the model was trained.
         detach_residual: no gradient through the R_{t-1} term of the cache update.
+        state_dtype: of the carried state ("float32", "bfloat16", ...). None: the model's, but at least float32.
+        state_eps: epsilon of the cache update's norm. None: that of the base's norms.
+        gates_read: "state": the gates see R itself, as in the paper; "projected_state": W_rec R, as in the authors' code.
+        state_bound: None: the cache update ends in an RMSNorm, as in the paper. A number, 5.0 in the authors' code: it
+            brings the state to unit RMS by a constant factor between 1 / state_bound and state_bound, without a learned
+            weight, and only where R was read (see `BoundedSum`).
+        residual_weight: of R_{t-1} in the cache update, if there is a state_bound.
         solver: what `forward` uses unless told otherwise, as `cc.Jacobi(...)`, `cc.Sequential(...)`, or a dictionary
             `{"name": "jacobi", "iterations": 16, ...}`.
 
@@ -42,6 +50,11 @@ class T2MLRConfig(PreTrainedConfig):
     feedback_interval: int | None = 1
     prompt_recurrence: bool = True
     detach_residual: bool = False
+    state_dtype: Any = None
+    state_eps: float | None = None
+    gates_read: Any = "state"
+    state_bound: float | None = None
+    residual_weight: float = 1.0
     solver: Any = None
 
     @classmethod
@@ -62,6 +75,7 @@ class T2MLRConfig(PreTrainedConfig):
             "_attn_implementation_internal"
         )  # on to the base, if one was asked for
         Schedule(self.feedback_interval)
+        _check_state_settings(self)
         if self.solver is None:
             self.solver = Jacobi()
         if self.base_config is not None:
@@ -76,6 +90,8 @@ class T2MLRConfig(PreTrainedConfig):
         base = self.__dict__.get("base_config")
         if _is_own_field(base, name):
             setattr(base, name, value)  # use_cache, pad_token_id, ...: there is one of each, the base's
+        elif name == "state_dtype" and value is not None:
+            super().__setattr__(name, str(value).removeprefix("torch."))  # as configurations hold it
         elif name == "solver" and value is not None:
             super().__setattr__(name, solver_to_dict(as_solver(value)))
         else:
@@ -114,6 +130,24 @@ def check_layer_range(layer_start: int, layer_end: int, num_hidden_layers: int) 
         raise ValueError(
             f"layer_start={layer_start}, layer_end={layer_end} is not a range of this model's layers: allowed is "
             f"0 <= layer_start < layer_end <= {num_hidden_layers} (half-open: [12, 18) are layers 12 to 17)."
+        )
+
+
+def _check_state_settings(config: T2MLRConfig) -> None:
+    if config.gates_read not in get_args(GatesRead):
+        raise ValueError(f"gates_read={config.gates_read!r} is not allowed: give one of {get_args(GatesRead)}.")
+    dtype = None if config.state_dtype is None else getattr(torch, config.state_dtype, None)
+    if config.state_dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"state_dtype={config.state_dtype!r} is not allowed: give 'float32', 'bfloat16', ..., or None."
+        )
+    if config.state_bound is not None and not config.state_bound > 1:
+        raise ValueError(f"state_bound={config.state_bound!r} is not allowed: give a number above 1, or None.")
+    if config.state_eps is not None and not config.state_eps >= 0:
+        raise ValueError(f"state_eps={config.state_eps!r} is not allowed: give a number of at least 0, or None.")
+    if config.residual_weight != 1.0 and config.state_bound is None:
+        raise ValueError(
+            f"residual_weight={config.residual_weight!r} has no effect without a state_bound: leave it at 1.0."
         )
 
 

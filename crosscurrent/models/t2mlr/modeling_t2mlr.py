@@ -5,6 +5,7 @@ Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size,
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from crosscurrent.models.t2mlr.layer_range import (
 from crosscurrent.models.t2mlr.masks import DocumentMask, refuse_padding_inside_documents
 from crosscurrent.recurrence import (
     PADDING,
+    BoundedSum,
     GatedFusion,
     NormalizedSum,
     Problem,
@@ -74,7 +76,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     config_class = T2MLRConfig
     cache_class = T2MLRCache
     fusion: GatedFusion
-    carry: NormalizedSum
+    carry: Any  # NormalizedSum, or BoundedSum for the authors' released checkpoints
 
     def __new__(cls, config: T2MLRConfig | None = None, *args: Any, **kwargs: Any) -> "T2MLRForCausalLM":
         is_concrete = cls is not T2MLRForCausalLM or config is None
@@ -94,14 +96,11 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         _refuse_unsupported_layers(layers, config)
         if not isinstance(layers, LayerList):
             setattr(owner, name, LayerList(layers))
-        eps = next(
-            (getattr(text, key) for key in NORM_EPSILONS if hasattr(text, key)),
-            1e-6,
-        )
         reference = next(layers[config.layer_start].parameters())
         with torch.device(reference.device):
-            self.fusion = GatedFusion(text.hidden_size, getattr(text, "initializer_range", 0.02) or 0.02)
-            self.carry = NormalizedSum(text.hidden_size, eps, config.detach_residual)
+            std = getattr(text, "initializer_range", 0.02) or 0.02
+            self.fusion = GatedFusion(text.hidden_size, std, config.gates_read)
+            self.carry = _make_carry(config)
         dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
         self.fusion.to(dtype)
         self.carry.to(dtype)
@@ -127,6 +126,30 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         else:
             super()._init_weights(module)
 
+    @classmethod
+    def from_released(cls, pretrained_model_name_or_path: str | Path, **settings: Any) -> "T2MLRForCausalLM":
+        """Load a checkpoint that the T2MLR authors' code has saved, to compute what that code computes.
+
+        Where it differs from the paper is in the configuration of the model: `gates_read`, `state_bound`, `state_eps`,
+        `residual_weight`. Saved again it is an ordinary model of this library.
+
+        Args:
+            pretrained_model_name_or_path: a local folder, or the id of a repository on the Hugging Face hub.
+            settings: of `T2MLRConfig`, in place of those in the checkpoint (solver, prompt_recurrence, ...), and `revision`
+                and `dtype` as in `from_pretrained`.
+
+        Raises:
+            CheckpointError: files are missing or damaged; a `ValueError`.
+            ValueError: the checkpoint uses a part of that code that has no counterpart here.
+
+        Example::
+
+            model = T2MLRForCausalLM.from_released("checkpoints/t2mlr-135m")
+        """
+        from crosscurrent.models.t2mlr.released import load_released
+
+        return load_released(cls, pretrained_model_name_or_path, **settings)
+
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers. It is the base model's setting, so it is set as on the base model."""
         config, self.config = self.config, self.config.base_config
@@ -139,7 +162,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         return {name for name, _ in self.named_parameters() if name.startswith(("fusion.", "carry."))}
 
     def start_state(self, batch_size: int) -> RecurrentState:
-        return RecurrentState.start(self.fusion.initial_state(batch_size))
+        register = self.fusion.initial_state(batch_size)
+        return RecurrentState.start(register.to(self.carry.dtype_for(register.dtype)))
 
     def new_cache(self, max_cache_len: int | None = None) -> T2MLRCache:
         return T2MLRCache(self.config.get_text_config(decoder=True), max_cache_len)
@@ -193,7 +217,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             self,
             input_ids,
             inputs_embeds,
-            device=self.carry.norm.weight.device,
+            device=self.fusion.current_scale.device,
             attention_mask=attention_mask,
             recurrent_mask=recurrent_mask,
             segment_ids=segment_ids,
@@ -272,6 +296,17 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         }
 
 
+def _make_carry(config: T2MLRConfig) -> NormalizedSum | BoundedSum:
+    text = config.get_text_config()
+    eps = config.state_eps
+    if eps is None:
+        eps = next((getattr(text, key) for key in NORM_EPSILONS if hasattr(text, key)), 1e-6)
+    dtype = None if config.state_dtype is None else getattr(torch, config.state_dtype)
+    if config.state_bound is None:
+        return NormalizedSum(text.hidden_size, eps, config.detach_residual, dtype)
+    return BoundedSum(eps, config.state_bound, config.residual_weight, config.detach_residual, dtype)
+
+
 class _Run:
     """The recurrence of one `forward` call, solved in the middle of the base model's own loop."""
 
@@ -339,6 +374,7 @@ def retrofit(
     feedback_interval: int | None = 1,
     prompt_recurrence: bool = True,
     detach_residual: bool = False,
+    state_dtype: torch.dtype | str | None = None,
 ) -> T2MLRForCausalLM:
     """Add temporal recurrence to a causal language model. The result starts out computing exactly what `base` does.
 
@@ -350,7 +386,7 @@ def retrofit(
         base: any transformers causal language model with a list of decoder layers.
         layer_start, layer_end: the recurrent range, half-open, counted from 0. The paper's best were the middle layers,
             about a fifth of the depth.
-        solver, feedback_interval, prompt_recurrence, detach_residual: as in `T2MLRConfig`.
+        solver, feedback_interval, prompt_recurrence, detach_residual, state_dtype: as in `T2MLRConfig`.
 
     Raises:
         ValueError: the range does not lie in the model, the model is not supported (the message says what is
@@ -376,6 +412,7 @@ def retrofit(
         feedback_interval=feedback_interval,
         prompt_recurrence=prompt_recurrence,
         detach_residual=detach_residual,
+        state_dtype=state_dtype,
     )
     config.dtype = base.config.dtype
     model = object.__new__(class_for(type(base)))
