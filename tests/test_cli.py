@@ -57,7 +57,7 @@ def assert_one_line_of_error(result: Any, *words: str) -> None:
         assert word in line, line
 
 
-@pytest.mark.parametrize("command", ["demo", "retrofit", "generate", "info"])
+@pytest.mark.parametrize("command", ["demo", "retrofit", "generate", "info", "inspect", "gap"])
 def test_help_teaches_by_example(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

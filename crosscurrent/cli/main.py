@@ -8,8 +8,10 @@ from transformers import logging as transformers_logging
 
 from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
+from crosscurrent.cli.gap import gap
 from crosscurrent.cli.generate import generate
 from crosscurrent.cli.info import info
+from crosscurrent.cli.inspect import inspect
 from crosscurrent.cli.report import report
 from crosscurrent.cli.retrofit import retrofit
 from crosscurrent.cli.train import recipes, reproduce, train
@@ -23,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, retrofit, generate, info, recipes, train, reproduce, report):
+for command in (demo, retrofit, generate, info, inspect, gap, recipes, train, reproduce, report):
     app.command()(command)
 
 
@@ -48,6 +50,8 @@ def main(
     crosscurrent retrofit smollm2-135m retrofitted --layer-start 12 --layer-end 18
     crosscurrent info retrofitted
     crosscurrent generate retrofitted "What is the capital of France?"
+    crosscurrent inspect retrofitted --text "Once upon a time, there was a fox."
+    crosscurrent gap retrofitted notes.txt               how far training is from decoding
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
     crosscurrent reproduce rlt --scale mini              run a whole study
 

@@ -1,11 +1,11 @@
 """What a model is made of, as plain numbers and names."""
 
-import math
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from crosscurrent.evaluation.telemetry import gate_openings
 from crosscurrent.models.rlt import RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
 
@@ -31,12 +31,6 @@ def recurrent_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 def num_recurrent_parameters(model: PreTrainedModel) -> int:
     """How many numbers `recurrent_parameters` hold."""
     return sum(parameter.numel() for parameter in recurrent_parameters(model))
-
-
-def gate_openings(model: T2MLRForCausalLM) -> tuple[float, float]:
-    """tanh(g_cur) and tanh(g_rec): how far the gates on the stream and on the state are open. 0: closed."""
-    fusion = model.fusion
-    return math.tanh(fusion.current_scale.item()), math.tanh(fusion.recurrent_scale.item())
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:

@@ -52,14 +52,14 @@ def causal_lm_loss(
         )
     if not logits.is_floating_point() or logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    targets = _next_labels(labels.to(logits.device), token_labels)
+    targets = next_labels(labels.to(logits.device), token_labels)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     count = num_items_in_batch if num_items_in_batch is not None else (targets != IGNORED).sum()
     count = torch.as_tensor(count, device=total.device)
     return total / count.clamp(min=1)
 
 
-def _next_labels(labels: Tensor, token_labels: Tensor) -> Tensor:
+def next_labels(labels: Tensor, token_labels: Tensor) -> Tensor:
     """[B, T] for each real token the label of the next real one of its document, IGNORED where there is none."""
     num_tokens = labels.shape[1]
     columns = torch.arange(num_tokens, device=labels.device)

@@ -18,8 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from crosscurrent.evaluation.telemetry import gate_openings
 from crosscurrent.experiments.checks import fingerprint, logits_of, max_logit_difference
-from crosscurrent.experiments.inspection import gate_openings, num_recurrent_parameters, recurrent_parameters
+from crosscurrent.experiments.inspection import num_recurrent_parameters, recurrent_parameters
 from crosscurrent.experiments.saving import save_model
 from crosscurrent.experiments.training import train
 from crosscurrent.models.base import load_base, load_tokenizer

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from crosscurrent.experiments.aggregate import Collection, collect
-from crosscurrent.experiments.report.figures import draw_generalisation, save_figure
+from crosscurrent.experiments.drawing import save_figure
+from crosscurrent.experiments.report.figures import draw_generalisation
 from crosscurrent.experiments.report.tables import score_table
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.study import find_recipe

@@ -1,13 +1,7 @@
 """The figures of a report."""
 
 from collections.abc import Sequence
-from io import StringIO
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files: no display is needed
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -15,22 +9,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from crosscurrent.experiments.aggregate import Run, Score
+from crosscurrent.experiments.drawing import COLOURS
 from crosscurrent.tasks import Task
-from crosscurrent.training.telemetry import write_whole
 
-# Okabe and Ito's colours, which differ for nearly all eyes, and markers and lines that differ without colour. Each
-# run through the colours takes the next line.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#9A7D0A")
+# Markers and lines differ without colour. Each run through the colours takes the next line.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 _LINES = ("-", "--", ":", "-.")
-# The same figure gives the same file: no date in it, no random ids, text as text.
-_SVG: Any = {"svg.hashsalt": "crosscurrent", "svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
 
 
 def style_of(model: str, models: Sequence[str]) -> dict[str, Any]:
     """Colour and line of a model, the same in all figures of a report, and different for up to 32 models."""
     place = models.index(model)
-    return {"color": _COLOURS[place % len(_COLOURS)], "linestyle": _LINES[place // len(_COLOURS) % len(_LINES)]}
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": _LINES[place // len(COLOURS) % len(_LINES)]}
 
 
 def _marker_of(model: str, models: Sequence[str]) -> str:
@@ -135,14 +125,3 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
     for line in figure.legends[0].get_lines():
         line.set_linewidth(2.5)
     return figure
-
-
-def save_figure(figure: Figure, path: Path) -> str:
-    """Write PATH.png and PATH.svg, and return the SVG's element for a page."""
-    figure.savefig(f"{path}.png", dpi=130, metadata={"Software": None})
-    text = StringIO()
-    with plt.rc_context(_SVG):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    write_whole(Path(f"{path}.svg"), text.getvalue())
-    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -5,10 +5,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from crosscurrent.experiments.aggregate import Collection, Run, Score
-from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation, save_figure
+from crosscurrent.experiments.drawing import inline_svg, page_template, save_figure
+from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation
 from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
 from crosscurrent.experiments.settings import read_yaml
 from crosscurrent.training.telemetry import write_whole
@@ -73,7 +72,7 @@ def write_report(collection: Collection, output: Path) -> list[Path]:
     rows = {"scores": score_table(collection), "seeds": seed_table(collection), "runs": run_table(collection)}
     for name, table in rows.items():
         write_table(table, tables / name)
-    page = _template().render(
+    page = page_template("crosscurrent.experiments.report").render(
         sections=sections,
         runs=_costs(collection),
         unfinished=[run.name for run in collection.runs if run.result is None],
@@ -106,8 +105,8 @@ def _section(collection: Collection, task: str, figures: Path) -> Section:
         num_test=recipe.num_test,
         training=_training(runs),
         metrics=[_metric_table(scores, metric, recipe.name) for metric in recipe.task.metrics],
-        generalisation=_inline(shown, f"{task}-lengths"),
-        curves=_inline(curves, f"{task}-curves"),
+        generalisation=inline_svg(shown, f"{task}-lengths"),
+        curves=inline_svg(curves, f"{task}-curves"),
     )
 
 
@@ -178,15 +177,3 @@ def _versions(collection: Collection) -> list[str]:
 
 def _published() -> dict[str, Any]:
     return read_yaml(Path(str(files("crosscurrent.experiments.report") / "published_rlt.yaml")))
-
-
-def _inline(svg: str, prefix: str) -> str:
-    """An SVG for a page with others: its ids must be its own."""
-    for before, after in (('id="', f'id="{prefix}-'), ("url(#", f"url(#{prefix}-"), ('href="#', f'href="#{prefix}-')):
-        svg = svg.replace(before, after)
-    return svg
-
-
-def _template() -> jinja2.Template:
-    text = (files("crosscurrent.experiments.report") / "page.html.j2").read_text(encoding="utf-8")
-    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)

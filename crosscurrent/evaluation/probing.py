@@ -1,0 +1,98 @@
+"""What measurements of recurrent models share: which model, which inputs, and that both stay as they were.
+
+Shapes: B rows, T tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.inputs import check_token_ids, document_labels, read_mask, real_tokens
+from crosscurrent.recurrence import PADDING
+
+
+def recurrent_model(model: Any) -> RecurrentCausalLM:
+    """The recurrent model inside what PEFT, data parallelism or torch.compile wrapped around it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    inner = model
+    while not isinstance(inner, RecurrentCausalLM):
+        found = _wrapped(inner)
+        if found is None:
+            raise ValueError(
+                f"{type(inner).__name__} has no recurrence to measure: give a model made by retrofit, or an RLT."
+            )
+        inner = found
+    return inner
+
+
+def _wrapped(model: Any) -> Any:
+    if hasattr(model, "get_base_model"):  # PEFT
+        return model.get_base_model()
+    inside = (getattr(model, name, None) for name in ("module", "_orig_mod"))  # data parallelism, torch.compile
+    return next((module for module in inside if isinstance(module, nn.Module)), None)
+
+
+@contextmanager
+def undisturbed(model: RecurrentCausalLM) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module's mode and the random state are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [model.device] if model.device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def read_inputs(model: RecurrentCausalLM, batch: Tensor | Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """The arguments of `forward` in a batch, on the model's device, and the document of each token [B, T].
+
+    Args:
+        model: whose vocabulary the ids are of.
+        batch: token ids [B, T], or a mapping with `input_ids` and, if needed, `attention_mask`, `recurrent_mask`,
+            `segment_ids` or `position_ids` (which count if they restart, each restart opening a document). Anything
+            else in it is passed over.
+
+    Raises:
+        ValueError: there are no input_ids, or something does not fit.
+    """
+    given: Mapping[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    if given.get("input_ids") is None:
+        raise ValueError(f"a batch needs input_ids [batch, tokens]; this one has {sorted(given)}.")
+    names = ("input_ids", "attention_mask", "recurrent_mask", "segment_ids", "position_ids")
+    inputs = {name: given[name].to(model.device) for name in names if given.get(name) is not None}
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    shape = check_token_ids(ids, None, model.config.get_text_config().vocab_size)
+    positions = inputs.pop("position_ids", None)
+    is_real = real_tokens(mask, shape, None, ids.device)
+    read_mask("recurrent_mask", inputs.get("recurrent_mask"), shape, ids.device)
+    labels = document_labels(
+        inputs.get("segment_ids"),
+        positions if mask is None else None,
+        is_real,
+        torch.full(shape[:1], PADDING, device=ids.device),
+    )
+    if positions is not None and bool((labels > 0).any()):
+        inputs["segment_ids"] = labels  # says the same, also where a call continues from a cache
+    return inputs, labels
+
+
+def refuse_too_long(model: RecurrentCausalLM, num_tokens: int) -> None:
+    """Raise ValueError if a text has more tokens than the model has positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and num_tokens > positions:
+        raise ValueError(f"a text of {num_tokens} tokens is longer than this model's {positions} positions: cut it.")
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32, or wider if they are."""
+    return values if values.dtype == torch.float64 else values.float()
