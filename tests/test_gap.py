@@ -1,11 +1,13 @@
 """The train/decode gap: zero where the solver is exact, and otherwise what model outputs say it is."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -16,7 +18,7 @@ from crosscurrent.evaluation.gap import train_decode_gap, train_decode_gaps
 from tests.subjects import make_base, make_rlt, make_t2mlr, token_ids
 from tests.tiny_base import save_tiny_base
 
-MODELS = {
+MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: make_t2mlr("llama"),
     "gemma2": lambda: make_t2mlr("gemma2"),
     "interval": lambda: make_t2mlr("llama", feedback_interval=3),
@@ -44,7 +46,8 @@ def ragged_batch() -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_gap_once_iterations_reach_the_length(name: str, exact_arithmetic: None) -> None:
     model = MODELS[name]()
-    batches = [token_ids(2, 9), {"input_ids": token_ids(2, 7), "recurrent_mask": torch.arange(14).view(2, 7) % 7 > 1}]
+    late = torch.arange(7).expand(2, 7) > 1
+    batches: list[Any] = [token_ids(2, 9), {"input_ids": token_ids(2, 7), "recurrent_mask": late}]
     if name != "gemma2":  # whose windows do not allow for padding inside documents
         batches.append(ragged_batch())
     coarse, exact = train_decode_gaps(model, batches, [cc.Jacobi(1, 1), cc.Jacobi(9, 1)])
@@ -89,6 +92,16 @@ def test_tokens_count_alike_however_they_are_batched() -> None:
         gap = train_decode_gap(model, batch, solver)
         for name in ("num_tokens", "loss", "exact_loss", "token_agreement", "mean_difference", "max_difference"):
             assert getattr(gap, name) == pytest.approx(getattr(apart, name), abs=1e-12), name
+
+
+def test_examples_of_a_data_set_are_taken_as_they_are() -> None:
+    model, ids = make_t2mlr("llama"), token_ids(2, 6)
+    labels = torch.where(torch.arange(6) < 2, -100, ids)
+    examples = [{"input_ids": ids[row].tolist(), "labels": labels[row].tolist(), "id": "x"} for row in range(2)]
+    batches = [{"input_ids": ids[row : row + 1], "labels": labels[row : row + 1]} for row in range(2)]
+    assert train_decode_gap(model, examples) == train_decode_gap(model, batches)
+    assert train_decode_gap(model, Dataset.from_list(examples)) == train_decode_gap(model, batches)
+    assert train_decode_gap(model, examples[0]) == train_decode_gap(model, batches[0])
 
 
 def test_residuals_are_averaged_over_the_batches_that_ran_an_iteration() -> None:

@@ -238,7 +238,7 @@ PROBE = {"input_ids": token_ids(2, 8, seed=9), "attention_mask": torch.tensor([[
 
 
 def trainer_of(model: Any, folder: Path, callbacks: list[TrainerCallback] | None = None, **settings: Any) -> Trainer:
-    arguments = {
+    arguments: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 4,
         "per_device_train_batch_size": 2,
@@ -321,10 +321,10 @@ def test_monitored_training_is_the_same_training(tmp_path: Path) -> None:
 
 
 def test_every_so_many_logs_also_after_a_restart(tmp_path: Path) -> None:
-    def steps(trainer: Trainer) -> list[int]:
+    def steps(trainer: Trainer) -> list[float]:
         return [row["step"] for row in trainer.state.log_history if "gap/loss" in row]
 
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5}
+    settings: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5}
     whole = trainer_of(small_model(), tmp_path, **settings)
     TrainDecodeGap(PROBE, every=3).attach_to(whole).attach_to(whole)
     whole.train()
@@ -361,7 +361,12 @@ def test_monitors_refuse_what_they_cannot_measure(tmp_path: Path) -> None:
         assert monitor not in plain.callback_handler.callbacks
     with pytest.raises(ValueError, match="T2MLR"):
         RecurrenceTelemetry(PROBE).attach_to(trainer_of(make_rlt().float(), tmp_path))
+    model = trainer_of(small_model(), tmp_path)
+    strange = {"input_ids": torch.tensor([[1, 99]])}
+    for monitor in (RecurrenceTelemetry(strange), TrainDecodeGap([PROBE, strange])):
+        with pytest.raises(ValueError, match="input_ids holds 99"):  # now, not at the first log
+            monitor.attach_to(model)
     with pytest.raises(ValueError, match="every=0"):
         RecurrenceTelemetry(PROBE, every=0)
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="no examples"):
         TrainDecodeGap([])

@@ -27,7 +27,7 @@ def gap(
         int, typer.Option(min=2, help="Tokens per document: .txt files are cut to it, .jsonl lines cut off.")
     ] = 256,
     max_documents: Annotated[int, typer.Option(min=1, help="Measure on the first so many documents.")] = 32,
-    batch_size: Annotated[int, typer.Option(min=1, help="Documents per pass. It changes the speed only.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Documents per pass.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Measure how far training is from decoding.
@@ -36,7 +36,7 @@ def gap(
     token, which is exact. This scores texts both ways: the two losses, how often both find the same token likeliest,
     how far apart the log-probabilities of the true tokens are, and the residual (the relative change of the states) of each
     iteration. All are zero, and the agreement 100 %, once there are as many iterations as tokens. If a gap is large, train
-    with more iterations.
+    with more iterations. Every token counts as recurrent.
 
     \b
     Example: crosscurrent gap retrofitted notes.txt

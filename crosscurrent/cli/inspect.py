@@ -19,11 +19,12 @@ def inspect(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("inspect.html"),
 ) -> None:
-    """Look into a retrofitted model's recurrence while it reads a text.
+    """Show what a model's recurrence does with a text.
 
     Writes one page that needs nothing but itself: both gates at each token, the norms of state and stream, how fast
     Jacobi iterations converge, how long a perturbation of the state lasts, and what the state says when it is read as the
-    last layer's output. The figures are beside it, as PNG and SVG, in OUTPUT's name + _figures.
+    last layer's output. The figures are beside it, as PNG and SVG, in OUTPUT's name + _figures. Every token counts as
+    recurrent.
 
     \b
     Example: crosscurrent inspect retrofitted --text "Once upon a time, there was a fox."

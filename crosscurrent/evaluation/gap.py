@@ -7,19 +7,25 @@ Shapes: B rows, T tokens, N tokens that are predicted, V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from crosscurrent.evaluation.probing import at_least_float32, read_inputs, recurrent_model, undisturbed
+from crosscurrent.evaluation.probing import (
+    Batch,
+    as_rows,
+    at_least_float32,
+    in_order,
+    read_inputs,
+    recurrent_model,
+    undisturbed,
+)
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.outputs import IGNORED, next_labels
 from crosscurrent.recurrence import Sequential, Solver, SolverReport, as_solver
-
-Batch = Tensor | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ def train_decode_gap(model: Any, batches: Batch | Iterable[Batch], solver: Solve
         model: a recurrent model, or one wrapped by PEFT or data parallelism.
         batches: one batch or several. A batch is token ids [B, T], or a mapping with `input_ids` and, if needed,
             `attention_mask`, `recurrent_mask`, `segment_ids`, `position_ids`, and `labels` [B, T], not shifted, with -100
-            for tokens that do not count. Without labels every token counts that has one before it in its document.
+            for tokens that do not count. A single row may do without its first dimension, and lists do for tensors, so
+            that examples of a tokenised data set can be given as they are. Without labels every token counts that has one
+            before it in its document.
         solver: the one to measure; None: the one that the model is configured with.
 
     Raises:
@@ -88,7 +96,7 @@ def train_decode_gaps(
     chosen = [as_solver(solver if solver is not None else inner.config.solver) for solver in solvers]
     tallies = [_Tally() for _ in chosen]
     with undisturbed(inner):
-        for batch in [batches] if isinstance(batches, Tensor | Mapping) else batches:
+        for batch in in_order(batches):
             inputs, targets = _targets(inner, batch)
             exact, _ = _scores(inner, inputs, targets, Sequential())
             for tally, solver in zip(tallies, chosen, strict=True):
@@ -107,9 +115,10 @@ class _Scores:
 def _targets(model: RecurrentCausalLM, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
     """The inputs of a batch, and for each token the one that it is to predict [B, T], or IGNORED."""
     inputs, documents = read_inputs(model, batch)
-    labels = None if isinstance(batch, Tensor) else batch.get("labels")
-    if labels is None:
+    given = None if isinstance(batch, Tensor) else batch.get("labels")
+    if given is None:
         return inputs, next_labels(inputs["input_ids"], documents)
+    labels = as_rows(given)
     if labels.shape != documents.shape:
         raise ValueError(
             f"labels has shape {tuple(labels.shape)}: it needs one value per token, {tuple(documents.shape)}."

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.inputs import check_token_ids, document_labels, read_mask, real_tokens
 from crosscurrent.recurrence import PADDING
+
+Batch = Tensor | Mapping[str, Any]
 
 
 def recurrent_model(model: Any) -> RecurrentCausalLM:
@@ -53,14 +55,14 @@ def undisturbed(model: RecurrentCausalLM) -> Iterator[None]:
             module.training = mode
 
 
-def read_inputs(model: RecurrentCausalLM, batch: Tensor | Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+def read_inputs(model: RecurrentCausalLM, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
     """The arguments of `forward` in a batch, on the model's device, and the document of each token [B, T].
 
     Args:
         model: whose vocabulary the ids are of.
         batch: token ids [B, T], or a mapping with `input_ids` and, if needed, `attention_mask`, `recurrent_mask`,
             `segment_ids` or `position_ids` (which count if they restart, each restart opening a document). Anything
-            else in it is passed over.
+            else in it is passed over. A single row may be given without its first dimension, and lists for tensors.
 
     Raises:
         ValueError: there are no input_ids, or something does not fit.
@@ -69,7 +71,7 @@ def read_inputs(model: RecurrentCausalLM, batch: Tensor | Mapping[str, Any]) -> 
     if given.get("input_ids") is None:
         raise ValueError(f"a batch needs input_ids [batch, tokens]; this one has {sorted(given)}.")
     names = ("input_ids", "attention_mask", "recurrent_mask", "segment_ids", "position_ids")
-    inputs = {name: given[name].to(model.device) for name in names if given.get(name) is not None}
+    inputs = {name: as_rows(given[name]).to(model.device) for name in names if given.get(name) is not None}
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     shape = check_token_ids(ids, None, model.config.get_text_config().vocab_size)
     positions = inputs.pop("position_ids", None)
@@ -84,6 +86,17 @@ def read_inputs(model: RecurrentCausalLM, batch: Tensor | Mapping[str, Any]) -> 
     if positions is not None and bool((labels > 0).any()):
         inputs["segment_ids"] = labels  # says the same, also where a call continues from a cache
     return inputs, labels
+
+
+def in_order(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
+    """The batches, be it one or several."""
+    return [batches] if isinstance(batches, Tensor | Mapping) else batches
+
+
+def as_rows(values: Any) -> Tensor:
+    """Values as a tensor [B, T]; those of a single row [T] as [1, T]."""
+    tensor = torch.as_tensor(values)
+    return tensor[None] if tensor.dim() == 1 else tensor
 
 
 def refuse_too_long(model: RecurrentCausalLM, num_tokens: int) -> None:

@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, D hidden_size, V vocabulary.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosscurrent.evaluation.probing import at_least_float32, read_inputs, recurrent_model, undisturbed
+from crosscurrent.evaluation.probing import Batch, at_least_float32, read_inputs, recurrent_model, undisturbed
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
 from crosscurrent.recurrence import PADDING, GatedFusion, NormalizedSum, Sequential
-
-Batch = Tensor | Mapping[str, Any]
 
 # Where a model keeps the norm before its output matrix, for the bases that keep their layers in a known place.
 FINAL_NORMS = ("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm", "model.decoder.final_layer_norm")

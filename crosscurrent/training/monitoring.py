@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from crosscurrent.evaluation.gap import Batch, Gap, train_decode_gap
-from crosscurrent.evaluation.probing import recurrent_model
+from crosscurrent.evaluation.gap import Gap, train_decode_gap
+from crosscurrent.evaluation.probing import Batch, in_order, read_inputs, recurrent_model
 from crosscurrent.evaluation.telemetry import measure_recurrence, t2mlr_model
 
 Self = TypeVar("Self", bound="Monitor")
@@ -48,7 +48,7 @@ class Monitor(TrainerCallback):
         """Join a Trainer, before the callbacks that write logs somewhere.
 
         Raises:
-            ValueError: the model that it trains cannot be measured.
+            ValueError: the model that it trains cannot be measured on what is given.
         """
         self.check(trainer.model)
         trainer.pop_callback(self)  # in case it was passed to the Trainer as well
@@ -57,8 +57,8 @@ class Monitor(TrainerCallback):
         return self
 
     def check(self, model: Any) -> None:
-        """Raise ValueError if the model cannot be measured."""
-        recurrent_model(model)
+        """Raise ValueError if the model cannot be measured on what is given."""
+        raise NotImplementedError
 
     def measure(self, model: Any) -> dict[str, float]:
         """The values, by name."""
@@ -122,7 +122,7 @@ class RecurrenceTelemetry(Monitor):
         self.batch, self.horizon = batch, horizon
 
     def check(self, model: Any) -> None:
-        t2mlr_model(model)
+        read_inputs(t2mlr_model(model), self.batch)
 
     def measure(self, model: Any) -> dict[str, float]:
         return measure_recurrence(model, self.batch, self.horizon).named()
@@ -135,28 +135,33 @@ class TrainDecodeGap(Monitor):
     mean_difference, max_difference, residual_1, ... (the mean over batches).
 
     Args:
-        batches: the examples, as one batch or a list of batches that `train_decode_gap` takes. Keep them few: they are
-            scored token by token each time.
+        examples: one batch, or a sequence of batches or of single examples, as `train_decode_gap` takes them. Keep them
+            few: they are scored token by token each time.
         every: measure at every so many logs.
 
     Raises:
-        ValueError: every is below 1, there are no batches, or the model that is trained is not recurrent.
+        ValueError: every is below 1, there are no examples, or the model that is trained is not recurrent.
 
     Example::
 
-        TrainDecodeGap([collator(examples)], every=10).attach_to(trainer)
+        TrainDecodeGap(validation_set.select(range(8)), every=10).attach_to(trainer)
     """
 
     prefix = "gap"
 
-    def __init__(self, batches: Batch | Sequence[Batch], every: int = 1):
+    def __init__(self, examples: Batch | Sequence[Batch], every: int = 1):
         super().__init__(every)
-        if len(batches) == 0:
-            raise ValueError("there are no batches to measure the gap on: give at least one.")
-        self.batches = batches
+        if len(examples) == 0:
+            raise ValueError("there are no examples to measure the gap on: give at least one.")
+        self.examples = examples
+
+    def check(self, model: Any) -> None:
+        inner = recurrent_model(model)
+        for batch in in_order(self.examples):
+            read_inputs(inner, batch)
 
     def measure(self, model: Any) -> dict[str, float]:
-        gap: Gap = train_decode_gap(model, self.batches)
+        gap: Gap = train_decode_gap(model, self.examples)
         names = ("exact_loss", "token_agreement", "mean_difference", "max_difference")
         values = {"loss": gap.loss_difference, "training_loss": gap.loss}
         values |= {name: getattr(gap, name) for name in names}
