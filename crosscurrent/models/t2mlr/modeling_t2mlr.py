@@ -30,6 +30,7 @@ from crosscurrent.models.t2mlr.layer_range import (
     drops_entries,
     layer_argument_names,
 )
+from crosscurrent.models.t2mlr.left_out import warn_if_fusion_is_left_out
 from crosscurrent.models.t2mlr.masks import DocumentMask, refuse_padding_inside_documents
 from crosscurrent.recurrence import (
     PADDING,
@@ -261,6 +262,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             )
         if self.config.output_hidden_states:
             kwargs.setdefault("output_hidden_states", True)
+        if self.training and torch.is_grad_enabled():
+            warn_if_fusion_is_left_out(self)
         if self.training and torch.is_grad_enabled() and self.fusion.current_scale.dtype.itemsize < 4:
             warnings.warn(
                 f"the recurrent path is trained in {self.fusion.current_scale.dtype}: small updates of its gates are "
