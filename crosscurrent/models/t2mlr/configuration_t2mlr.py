@@ -1,6 +1,6 @@
 """Configuration of a retrofitted model."""
 
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -43,6 +43,7 @@ class T2MLRConfig(PreTrainedConfig):
 
     model_type = "crosscurrent_t2mlr"
     keys_to_ignore_at_inference = ["cache", "past_key_values", "solver_report"]
+    auto_map: ClassVar[dict[str, str]] = {}  # no code in checkpoints; TRL asks for it to load a reference model
 
     base_config: Any = None
     layer_start: int = 0
