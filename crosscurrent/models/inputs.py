@@ -140,6 +140,24 @@ def _refuse_backward_segments(labels: Tensor, current: Tensor) -> None:
         )
 
 
+# What collators give beside the positions, for kernels that take several documents without a mask.
+_KERNEL_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def drop_kernel_lengths(kwargs: dict[str, Any], *, documents_are_known: bool) -> None:
+    """Take the lengths of documents meant for flash attention out of `kwargs`: here masks are made from the labels.
+
+    Raises:
+        ValueError: they are the only thing that tells the documents apart.
+    """
+    dropped = [name for name in _KERNEL_LENGTHS if kwargs.pop(name, None) is not None]
+    if dropped and not documents_are_known:
+        raise ValueError(
+            f"{', '.join(dropped)} alone do not tell documents apart here: give segment_ids, or position_ids that restart "
+            "with each document and no attention_mask."
+        )
+
+
 def refuse_misspelt_arguments(unknown: dict[str, Any], forward: Callable[..., Any]) -> None:
     """Raise for an argument that is spelt almost like one of `forward`: it would be passed on and have no effect."""
     for name in unknown:

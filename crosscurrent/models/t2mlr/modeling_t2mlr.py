@@ -18,8 +18,9 @@ from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.checkpoints import refuse_nonfinite_weights
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.generation import RecurrentCausalLM
-from crosscurrent.models.inputs import refuse_misspelt_arguments
+from crosscurrent.models.inputs import drop_kernel_lengths, refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
+from crosscurrent.models.t2mlr.backbone import RecurrentBackbone
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
 from crosscurrent.models.t2mlr.layer_range import (
     CACHE_NAMES,
@@ -105,6 +106,11 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
         self.fusion.to(dtype)
         self.carry.to(dtype)
+
+    @property
+    def base_model(self) -> Any:
+        """What lies below the head: `base_model(input_ids)` runs the recurrence and gives the final hidden states."""
+        return RecurrentBackbone(self, super().base_model)
 
     @property
     def layers(self) -> LayerList:
@@ -212,6 +218,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         """
         return_dict, num_items = kwargs.pop("return_dict", None), kwargs.pop("num_items_in_batch", None)
         refuse_misspelt_arguments(kwargs, T2MLRForCausalLM.forward)
+        from_positions = position_ids is not None and attention_mask is None
+        drop_kernel_lengths(kwargs, documents_are_known=segment_ids is not None or from_positions)
         cache = cache if cache is not None else past_key_values
         use_cache = self._check_mode(cache, use_cache, kwargs)
         call = begin_call(
