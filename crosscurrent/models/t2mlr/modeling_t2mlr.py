@@ -92,6 +92,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     def _take_over(self, config: T2MLRConfig) -> None:
         """Turn the base model that this object holds so far into a recurrent one."""
         self.config = config
+        self.name_or_path = config.name_or_path  # not the base's: what is found there is not recurrent
         text = config.get_text_config()
         owner, name = _find_layers(self)
         layers = getattr(owner, name)
