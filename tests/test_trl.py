@@ -331,3 +331,9 @@ def test_recur_on_answers_leaves_a_given_mask_alone() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert torch.equal(model(input_ids=ids, labels=labels).logits, expected[2])
     assert largest_difference(expected[1], expected[2]) > 1e-3
+
+
+def test_grpo_with_continuous_batching_is_refused() -> None:
+    """What TRL's use_transformers_continuous_batching calls. Left alone it would report the error and go on with nothing."""
+    with pytest.raises(ValueError, match="continuous batching"):
+        make_t2mlr("llama").generate_batch([[3, 4, 5], [6, 7]])

@@ -132,6 +132,17 @@ def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: Rec
     is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
     return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, and with it `generate_batch`: its paged cache holds no recurrent state.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "continuous batching (generate_batch, or use_transformers_continuous_batching in TRL) is not supported: its "
+            "paged cache holds no recurrent state. Use generate on a padded batch."
+        )
+
 
 def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:
     if recurrent_mask is not None and recurrent_mask.shape != prompt.shape[:2]:
