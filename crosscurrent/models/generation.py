@@ -124,14 +124,6 @@ class RecurrentCausalLM(CheckedLoading, AssistedDecoding, GenerationMixin):
             if generation_config.is_assistant:
                 cache.activate_past_recording()  # rejected drafts are taken back
 
-
-def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: RecurrentCache | None) -> int | None:
-    """How many of a whole sequence's tokens the cache does not hold yet; None if all, or if it is no whole sequence."""
-    if cache is None or cache.key_labels is None or attention_mask is None or attention_mask.dim() != 2:
-        return None
-    is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
-    return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, and with it `generate_batch`: its paged cache holds no recurrent state.
 
@@ -142,6 +134,14 @@ def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: Rec
             "continuous batching (generate_batch, or use_transformers_continuous_batching in TRL) is not supported: its "
             "paged cache holds no recurrent state. Use generate on a padded batch."
         )
+
+
+def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: RecurrentCache | None) -> int | None:
+    """How many of a whole sequence's tokens the cache does not hold yet; None if all, or if it is no whole sequence."""
+    if cache is None or cache.key_labels is None or attention_mask is None or attention_mask.dim() != 2:
+        return None
+    is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
+    return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
 
 
 def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:
