@@ -144,6 +144,40 @@ def test_continuing_from_a_cache(subject: str) -> None:
 
 
 @for_some_subjects
+def test_a_cache_of_one_row_serves_several_sequences(subject: str) -> None:
+    model, prefix = SUBJECTS[subject](), token_ids(1, 5)
+    cache = cache_of(model(prefix, use_cache=True, solver=cc.Sequential()))
+    prompts = torch.cat([prefix.expand(3, -1), token_ids(3, 2, seed=4)], dim=1)
+    exact = GREEDY | {"solver": cc.Sequential()}
+    requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (prompts[:1], {"do_sample": True, "num_return_sequences": 4}),
+        (prompts[:1], {"num_beams": 3, "num_return_sequences": 2}),
+        (prompts, {}),
+        (prompts, {"num_beams": 2}),
+    ]
+    for ids, request in requests:
+        found = []
+        for given in ({}, {CACHE_NAME: cache}):
+            torch.manual_seed(3)
+            found.append(model.generate(ids, **(exact | request | given)))
+            cache = copy.deepcopy(cache)  # a single row is extended itself
+        assert torch.equal(*found), request
+    assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("num_held", [1, 6, 7])
+def test_a_prompt_needs_a_token_that_the_cache_does_not_hold(num_held: int) -> None:
+    model, ids = make_t2mlr("llama"), token_ids(1, 7)
+    cache = cache_of(model(ids[:, :num_held], use_cache=True))
+    settings = GREEDY | {CACHE_NAME: cache}
+    if num_held < 7:
+        assert torch.equal(model.generate(ids, **settings), model.generate(ids, **GREEDY))
+        return
+    with pytest.raises(ValueError, match="at least one token more"):
+        model.generate(ids, **settings)
+
+
+@for_some_subjects
 def test_batch_size_may_change_between_calls(subject: str) -> None:
     model = SUBJECTS[subject]()
     cache = cache_of(model(token_ids(3, 5), use_cache=True))

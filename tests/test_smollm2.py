@@ -46,12 +46,46 @@ def test_fresh_retrofit_is_the_base_exactly(
     assert new / base.num_parameters() < 0.013  # 1.2 %, as published
 
 
-def test_open_gates_cached_equals_recomputed_and_batched_equals_alone(base: Any, tokenizer: Any) -> None:
+@pytest.fixture(scope="module")
+def with_open_gates(base: Any) -> Any:
     model = cc.retrofit(base, layer_start=12, layer_end=18)
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
+        for matrix in (weight for weight in model.fusion.parameters() if weight.dim() == 2):
+            matrix.copy_(torch.randn(matrix.shape, generator=generator) * model.fusion.initializer_range)
         model.fusion.current_scale.fill_(0.1)
         model.fusion.recurrent_scale.fill_(0.3)
+    return model
+
+
+@pytest.mark.parametrize("way", ["beam search", "assisted decoding", "prompt lookup"])
+def test_ways_of_decoding_equal_their_uncached_results(
+    base: Any, with_open_gates: Any, tokenizer: Any, way: str
+) -> None:
+    model = with_open_gates
+    text = "The cat sat on the mat. The dog sat on the rug. The cat sat on the"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    settings = {"do_sample": False, "solver": cc.Sequential(), "pad_token_id": tokenizer.pad_token_id}
+    settings |= {"max_new_tokens": 16, "min_new_tokens": 16}
+    extra: dict[str, Any] = {
+        "beam search": {"num_beams": 3, "num_return_sequences": 3},
+        "assisted decoding": {"assistant_model": base},
+        "prompt lookup": {"prompt_lookup_num_tokens": 5},
+    }[way]
+    uncached = (
+        settings | (extra if way == "beam search" else {}) | {"use_cache": False}
+    )  # else nothing is to be drafted
+    expected = model.generate(ids, **uncached)
+    found = model.generate(ids, **settings, **extra)
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+    plain = base.generate(ids, do_sample=False, max_new_tokens=16, min_new_tokens=16)
+    assert not torch.equal(expected[:1], plain)  # the gates are open
+
+
+def test_open_gates_cached_equals_recomputed_and_batched_equals_alone(
+    base: Any, with_open_gates: Any, tokenizer: Any
+) -> None:
+    model = with_open_gates
     settings = {"do_sample": False, "solver": cc.Sequential(), "pad_token_id": tokenizer.pad_token_id}
     settings |= {"max_new_tokens": 64, "min_new_tokens": 64}
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)

@@ -1,5 +1,6 @@
 """How recurrent models take part in transformers' `generate`."""
 
+import copy
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class RecurrentCausalLM(CheckedLoading, AssistedDecoding, GenerationMixin):
 
         Args:
             inputs: [B, P] token ids of the prompts, padded on the left. With a cache: the whole sequence, of which the
-                cache holds the beginning.
+                cache holds the beginning. A cache of one row serves several prompts, and several returned sequences or
+                beams of each: then copies of it are extended, and it stays as it was.
             prompt_recurrence: whether prompt tokens are recurrent; None: as `config.prompt_recurrence` says. Generated
                 tokens always are.
             recurrent_mask: [B, P] which prompt tokens are recurrent, in place of prompt_recurrence.
@@ -117,6 +119,9 @@ class RecurrentCausalLM(CheckedLoading, AssistedDecoding, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(f"cache_implementation={kind!r} is not supported: leave it out, or give 'static'.")
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
+        if given is not None:
+            copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            given = _for_rows(given, batch_size, copies)
         if generation_config.use_cache is not False:
             cache = model_kwargs[CACHE_NAME] = (
                 given if given is not None else self.new_cache(max_cache_length if kind == "static" else None)
@@ -134,6 +139,17 @@ class RecurrentCausalLM(CheckedLoading, AssistedDecoding, GenerationMixin):
             "continuous batching (generate_batch, or use_transformers_continuous_batching in TRL) is not supported: its "
             "paged cache holds no recurrent state. Use generate on a padded batch."
         )
+
+
+def _for_rows(cache: RecurrentCache, num_prompts: int, copies: int) -> RecurrentCache:
+    """A cache with a row for each sequence that is to be generated: the given one, or a copy with its rows repeated."""
+    num_rows = None if cache.key_labels is None else cache.key_labels.shape[0]
+    repeats = {1: num_prompts * copies, num_prompts: copies}.get(num_rows or 0, 1)
+    if repeats == 1:
+        return cache
+    wide = copy.deepcopy(cache)
+    wide.batch_repeat_interleave(repeats)
+    return wide
 
 
 def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: RecurrentCache | None) -> int | None:
