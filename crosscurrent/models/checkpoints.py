@@ -1,17 +1,13 @@
-"""Loading that answers a broken checkpoint at once, in one message."""
+"""What is refused in a checkpoint and in its configuration."""
 
 import warnings
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 
 from crosscurrent.suggestions import did_you_mean
-
-_ALIGNMENT = 64  # bytes, of every block that torch allocates on a CPU
-
 
 # What transformers itself puts into any configuration beside its declared fields.
 _TRANSFORMERS_SETTINGS = {
@@ -40,52 +36,6 @@ def refuse_nonfinite_weights(model: nn.Module, source: str) -> None:
                 f"{source}: the weight {name} holds NaN or infinite values. The file is damaged or the training that "
                 "wrote it diverged: take an earlier checkpoint."
             )
-
-
-class CheckedLoading(PreTrainedModel):
-    """`from_pretrained` that names what is wrong with a checkpoint."""
-
-    def new_weight_names(self) -> set[str]:
-        """The weights that a checkpoint may lack, all together, because it is the base model's: they start fresh."""
-        return set()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers.
-
-        Raises:
-            CheckpointError: a file is missing or cut short, a weight is missing, or one is not finite. It is a
-                `ValueError` and an `OSError`.
-        """
-        source = str(pretrained_model_name_or_path)
-        wants_info = kwargs.pop("output_loading_info", False)
-        try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{source}: a .safetensors file cannot be read ({error}). It is cut short or damaged: copy it again."
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{source}: {error}") from error
-        model, info = loaded
-        missing = set(info["missing_keys"])
-        if missing and missing != model.new_weight_names():
-            raise CheckpointError(
-                f"{source}: weights are missing: {', '.join(sorted(missing))}. The checkpoint is incomplete."
-            )
-        refuse_nonfinite_weights(model, source)
-        _align_weights(model)
-        return (model, info) if wants_info else model
-
-
-def _align_weights(model: nn.Module) -> None:
-    """Move weights to memory as torch allocates it. Matrix products round differently on the odd addresses at which a
-    file is mapped, so that a loaded model would not repeat the saved one bit for bit."""
-    for parameter in model.parameters():
-        if type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
-            parameter.data = parameter.data.clone()
 
 
 def refuse_other_model_type(config_class: type[PreTrainedConfig], settings: dict[str, Any]) -> None:

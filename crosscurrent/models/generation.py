@@ -9,13 +9,14 @@ from transformers import GenerationMixin
 
 from crosscurrent.models.assisted import AssistedDecoding
 from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
-from crosscurrent.models.checkpoints import CheckedLoading
 from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.loading import CheckedLoading
+from crosscurrent.models.saving import CheckedSaving
 from crosscurrent.recurrence import Solver
 
 
-class RecurrentCausalLM(CheckedLoading, AssistedDecoding, GenerationMixin):
-    """What all recurrent models share: checked loading, and `generate` with the recurrent state inside the cache."""
+class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, GenerationMixin):
+    """What all recurrent models share: checked loading and saving, and `generate` with the recurrent state in the cache."""
 
     cache_class: type[RecurrentCache]
 

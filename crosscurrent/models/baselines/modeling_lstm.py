@@ -12,12 +12,13 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from crosscurrent.models.baselines.configuration_lstm import LSTMConfig
-from crosscurrent.models.checkpoints import CheckedLoading
 from crosscurrent.models.inputs import check_token_ids, document_labels, real_tokens
+from crosscurrent.models.loading import CheckedLoading
 from crosscurrent.models.outputs import causal_lm_loss
+from crosscurrent.models.saving import CheckedSaving
 
 
-class LSTMForCausalLM(CheckedLoading, GenerationMixin):
+class LSTMForCausalLM(CheckedLoading, CheckedSaving, GenerationMixin):
     """torch's LSTM under the interface of a transformers model.
 
     Padding may stand on the right only. There is no cache: `generate` reads the whole sequence again for every token.

@@ -134,6 +134,8 @@ class RLTForCausalLM(RecurrentCausalLM):
     config: RLTConfig
     config_class = RLTConfig
     cache_class = RLTCache
+    recurrent_modules = ("model.merge",)
+    resident_modules = ("model.merge", "model.norm")
     base_model_prefix = "model"
     _no_split_modules = ["EncoderLayer", "DecoderLayer"]
 
@@ -142,6 +144,8 @@ class RLTForCausalLM(RecurrentCausalLM):
         self.model = RLTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._tied_weights_keys = self._tied_names()
+        if config.tie_encoder_decoder:
+            self._no_split_modules = ["RLTModel"]  # layers that share weights stay on one device
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from crosscurrent.models.base import shareable_name
 from crosscurrent.models.checkpoints import refuse_misspelt_settings, refuse_other_model_type
 from crosscurrent.recurrence import GatesRead, Jacobi, Schedule, as_solver, solver_to_dict
 
@@ -86,6 +87,14 @@ class T2MLRConfig(PreTrainedConfig):
         """The base's configuration: the one that describes layers, vocabulary and attention."""
         base = self.__dict__.get("base_config")
         return self if base is None else base.get_text_config(*args, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers. Of a base that was a local folder only the folder's name is kept."""
+        settings: dict[str, Any] = super().to_dict()
+        base = settings.get("base_config")
+        if isinstance(base, dict) and base.get("_name_or_path"):
+            base["_name_or_path"] = shareable_name(base["_name_or_path"])
+        return settings
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = self.__dict__.get("base_config")
