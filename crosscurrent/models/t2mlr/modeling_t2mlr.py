@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.call import Call, begin_call
@@ -77,6 +79,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     config: T2MLRConfig
     config_class = T2MLRConfig
     cache_class = T2MLRCache
+    recurrent_modules = ("fusion", "carry")
+    resident_modules = recurrent_modules
     fusion: GatedFusion
     carry: Any  # NormalizedSum, or BoundedSum for the authors' released checkpoints
 
@@ -104,7 +108,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             std = getattr(text, "initializer_range", 0.02) or 0.02
             self.fusion = GatedFusion(text.hidden_size, std, config.gates_read)
             self.carry = _make_carry(config)
-        dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
+        dtype = reference.dtype if reference.dtype.is_floating_point else self.dtype  # quantised layers hold integers
         self.fusion.to(dtype)
         self.carry.to(dtype)
 
@@ -165,6 +169,12 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             super().set_attn_implementation(*args, **kwargs)
         finally:
             self.config = config
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the base: transformers looks into the file that a class is defined in."""
+        base: Any = next(parent for parent in cls.__mro__ if parent.__module__.startswith("transformers."))
+        return base._can_set_experts_implementation()
 
     def new_weight_names(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.startswith(("fusion.", "carry."))}
@@ -450,7 +460,19 @@ def class_for(base_class: type) -> type[T2MLRForCausalLM]:
         name = f"T2MLR{base_class.__name__}"
         members = {"__module__": __name__, "__doc__": f"{base_class.__name__} with temporal recurrence."}
         _classes[base_class] = type(name, (T2MLRForCausalLM, base_class), members | {"config_class": T2MLRConfig})
+        _rename_as(base_class, name)
     return _classes[base_class]
+
+
+def _rename_as(base_class: Any, name: str) -> None:
+    """Let the class `name` read and write weights under the names that the base's checkpoints have on disk (the output
+    matrix of GPT-NeoX is `embed_out` there). transformers finds conversions inside of the base's modules by itself."""
+    found = get_checkpoint_conversion_mapping(base_class.__name__)
+    if found is None:
+        found = get_checkpoint_conversion_mapping(base_class.config_class.model_type)
+    renamings: list[Any] = [conversion for conversion in found or () if type(conversion) is WeightRenaming]
+    if renamings:
+        register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
 
 
 def __getattr__(name: str) -> Any:
