@@ -93,6 +93,9 @@ def test_retrofit_writes_a_model_equal_to_its_base(base: Path, tmp_path: Path) -
     assert "largest logit difference to the base on a sample: 0.0" in result.stdout
     model = AutoModelForCausalLM.from_pretrained(output)
     assert isinstance(model, cc.T2MLRForCausalLM)
+    card = (output / "README.md").read_text()
+    assert "crosscurrent retrofit base model --layer-start 1 --layer-end 3 --feedback-interval 4 --iterations 8" in card
+    assert str(tmp_path) not in card and str(base) not in card
     assert (model.config.layer_start, model.config.layer_end, model.config.feedback_interval) == (1, 3, 4)
     assert model.config.solver["iterations"] == 8 and model.config.solver["backward_iterations"] == 3
     tokenizer = AutoTokenizer.from_pretrained(output)

@@ -1,5 +1,6 @@
 """`crosscurrent retrofit`"""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def retrofit(
     from crosscurrent.experiments.checks import max_logit_difference
     from crosscurrent.experiments.inspection import num_recurrent_parameters
     from crosscurrent.experiments.saving import check_target, save_model
-    from crosscurrent.models.base import load_base, load_tokenizer
+    from crosscurrent.models.base import load_base, load_tokenizer, shareable_name
     from crosscurrent.models.t2mlr import retrofit as retrofit_model
     from crosscurrent.recurrence import Jacobi
 
@@ -44,7 +45,16 @@ def retrofit(
     tokenizer, base_model = load_tokenizer(base), load_base(base)
     model = retrofit_model(base_model, layer_start, layer_end, feedback_interval=feedback_interval, solver=solver)
     difference = max_logit_difference(base_model, model, tokenizer(SAMPLE, return_tensors="pt")["input_ids"])
-    save_model(model, tokenizer, output, overwrite)
+    command = {
+        "--layer-start": layer_start,
+        "--layer-end": layer_end,
+        "--feedback-interval": feedback_interval,
+        "--iterations": iterations,
+        "--backward-iterations": backward_iterations,
+    }
+    words = ["crosscurrent", "retrofit", shareable_name(base), output.resolve().name]
+    words += [str(word) for option in command.items() for word in option]
+    save_model(model, tokenizer, output, overwrite, shlex.join(words))
     typer.echo(
         f"{output}: {base} with layers {layer_start} to {layer_end - 1} of {model.config.num_hidden_layers} recurrent, "
         f"feedback interval {feedback_interval}, {solver}\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosscurrent.models.model_card import write_model_card
 from crosscurrent.training.telemetry import partial_name
 
 
@@ -24,9 +25,15 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, overwrite: bool = False
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    overwrite: bool = False,
+    command: str | None = None,
 ) -> None:
     """Save a model and its tokenizer, if it has one, for transformers to load from `folder`.
+
+    The model card names the `command` that made the model.
 
     Everything is written beside the folder first and moved there when complete. If that fails, what was at `folder`
     before is still there.
@@ -43,6 +50,8 @@ def save_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_name(folder)
     try:
+        partial.mkdir()
+        write_model_card(model, partial, command)
         model.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
