@@ -80,8 +80,8 @@ class GatedFusion(nn.Module):
         return x + kept + added
 
     def initial_state(self, batch_size: int) -> Tensor:
-        weight = self.recurrent_projection.weight
-        return weight.new_zeros(batch_size, weight.shape[1])
+        weight = self.recurrent_projection.weight  # maybe a shard, whose own new_zeros would be one
+        return torch.zeros(batch_size, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
 class Merge(nn.Module):

@@ -24,6 +24,7 @@ from crosscurrent.models.inputs import drop_kernel_lengths, refuse_misspelt_argu
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.t2mlr.backbone import RecurrentBackbone
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
+from crosscurrent.models.t2mlr.dtypes import InStreamDtype
 from crosscurrent.models.t2mlr.layer_range import (
     CACHE_NAMES,
     LayerCall,
@@ -83,6 +84,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     resident_modules = recurrent_modules
     fusion: GatedFusion
     carry: Any  # NormalizedSum, or BoundedSum for the authors' released checkpoints
+    # Small updates of the gates would be rounded away in the 16 bits that the base may well be kept in.
+    _keep_in_fp32_modules_strict = {r"^fusion\.", r"^carry\."}
 
     def __new__(cls, config: T2MLRConfig | None = None, *args: Any, **kwargs: Any) -> "T2MLRForCausalLM":
         is_concrete = cls is not T2MLRForCausalLM or config is None
@@ -108,7 +111,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             std = getattr(text, "initializer_range", 0.02) or 0.02
             self.fusion = GatedFusion(text.hidden_size, std, config.gates_read)
             self.carry = _make_carry(config)
-        dtype = reference.dtype if reference.dtype.is_floating_point else self.dtype  # quantised layers hold integers
+        dtype = torch.promote_types(reference.dtype, torch.float32)
         self.fusion.to(dtype)
         self.carry.to(dtype)
 
@@ -175,6 +178,13 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         """As the base: transformers looks into the file that a class is defined in."""
         base: Any = next(parent for parent in cls.__mro__ if parent.__module__.startswith("transformers."))
         return base._can_set_experts_implementation()
+
+    def _get_name(self) -> str:
+        """The base's: by this name transformers' Trainer knows that a label-smoothing loss has to shift the labels."""
+        return base_class_of(self.config.base_config).__name__
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
 
     def new_weight_names(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.startswith(("fusion.", "carry."))}
@@ -286,7 +296,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         if self.training and torch.is_grad_enabled() and self.fusion.current_scale.dtype.itemsize < 4:
             warnings.warn(
                 f"the recurrent path is trained in {self.fusion.current_scale.dtype}: small updates of its gates are "
-                "rounded away. Load the model in float32 and train with autocast (bf16=True in TrainingArguments).",
+                "rounded away. Put it back with model.fusion.float(); model.carry.float(), or load the model in the "
+                "dtype you want: `retrofit` and `from_pretrained` keep the recurrent path in float32.",
                 stacklevel=3,
             )
         if not any(drops_entries(layer) for layer in self.layers._modules.values()):  # type: ignore[arg-type]
@@ -345,7 +356,7 @@ class _Run:
             inputs=hidden,
             plan=self.call.plan,
             state=self.call.state,
-            fuse=self.model.fusion,
+            fuse=InStreamDtype(self.model.fusion),
             core=self.core,
             carry=self.model.carry,
             keeps_registers=self.call.keeps_registers,
