@@ -103,6 +103,17 @@ class RecurrentCache(DynamicCache):
         super().batch_select_indices(indices)
         self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
+    def detach(self) -> "RecurrentCache":
+        """The same tokens without gradient history, for training that goes on from them but not back through them.
+
+        The tensors are shared, and this cache keeps its history. Truncated back-propagation through time, call by call:
+        `model(ids, labels=labels, cache=cache.detach(), use_cache=True)`.
+        """
+        detached = self.branch()
+        detached.layers = [detach_layer(layer) for layer in self.layers]
+        detached.state = None if self.state is None else self.state.map(Tensor.detach)
+        return detached
+
     def reset(self) -> None:
         """Back to the cache before the first call."""
         for index, layer in enumerate(self.layers):
