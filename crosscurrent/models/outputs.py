@@ -1,5 +1,6 @@
 """What `forward` returns, and the loss in it."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +53,32 @@ def causal_lm_loss(
         )
     if not logits.is_floating_point() or logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    targets = next_labels(labels.to(logits.device), token_labels)
+    labels = labels.to(logits.device)
+    targets = next_labels(labels, token_labels)
+    _warn_of_labels_without_effect(labels, targets, token_labels, num_items_in_batch is not None)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     count = num_items_in_batch if num_items_in_batch is not None else (targets != IGNORED).sum()
     count = torch.as_tensor(count, device=total.device)
     return total / count.clamp(min=1)
+
+
+def _warn_of_labels_without_effect(labels: Tensor, targets: Tensor, token_labels: Tensor, were_counted: bool) -> None:
+    """Say, once each, what a loss does not show: rows that teach nothing, and labels counted in vain."""
+    is_real = token_labels != PADDING
+    num_counted, num_used = (labels[:, 1:] != IGNORED).sum(dim=1), (targets != IGNORED).sum(dim=1)
+    if bool((is_real.any(dim=1) & (num_used == 0)).any()):
+        warnings.warn(
+            f"a row has no label that counts (all are {IGNORED}, or it is one token long): it adds nothing to the loss. Was "
+            "an answer cut off by a maximum length? Drop such rows, or allow longer ones.",
+            stacklevel=3,
+        )
+    if were_counted and bool((num_counted > num_used).any()):
+        warnings.warn(
+            "first tokens of documents, or padding, have labels. Nothing predicts them, yet Trainer counts them in the "
+            "number that it divides the loss by, so that the loss comes out too small by their share. Give them the label "
+            f"{IGNORED}: crosscurrent.data.labels.PredictableLabels(collator) does.",
+            stacklevel=3,
+        )
 
 
 def next_labels(labels: Tensor, token_labels: Tensor) -> Tensor:
