@@ -122,7 +122,7 @@ def moved(module: Any) -> Any:
     with torch.no_grad():
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise * (0.7 if parameter.dim() == 0 else 0.25))
+            parameter.add_(noise * (0.7 if parameter.numel() == 1 else 0.25))
     return module
 
 

@@ -211,7 +211,7 @@ def test_broken_checkpoints(load: Callable[[Path], Any], tmp_path: Path) -> None
         load(str(tmp_path))  # type: ignore[arg-type]
     weights.write_bytes(whole)
     tensors = load_file(weights)
-    tensors["fusion.current_scale"] = torch.tensor(float("nan"), dtype=torch.float64)
+    tensors["fusion.current_scale"] = torch.tensor([float("nan")], dtype=torch.float64)
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"fusion\.current_scale holds NaN"):
         load(str(tmp_path))  # type: ignore[arg-type]

@@ -66,8 +66,8 @@ class GatedFusion(nn.Module):
         self.current_gate = PairLinear(hidden_size)
         self.recurrent_gate = PairLinear(hidden_size)
         self.recurrent_projection = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.current_scale = nn.Parameter(torch.zeros(()))
-        self.recurrent_scale = nn.Parameter(torch.zeros(()))
+        self.current_scale = nn.Parameter(torch.zeros(1))  # one number; FSDP cannot shard tensors without dimensions
+        self.recurrent_scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, r: Tensor) -> Tensor:
         r = r.to(x.dtype)  # the state may be kept in a wider type than the stream
