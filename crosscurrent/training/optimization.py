@@ -1,6 +1,5 @@
 """A learning rate of its own for the fusion: new weights beside pretrained ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,9 +13,7 @@ from crosscurrent.training.unwrap import recurrent_model
 _OWN_GROUPS = ("params", "model", "optimizer_dict")  # transformers' marks of an optimizer that groups parameters itself
 
 
-def fusion_optimizer(
-    args: TrainingArguments, fusion_learning_rate: float
-) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
+def fusion_optimizer(args: TrainingArguments, fusion_learning_rate: float) -> tuple[Any, dict[str, Any]]:
     """What to pass to a Trainer as `optimizer_cls_and_kwargs`, to train the fusion at a rate of its own.
 
     The Trainer makes the optimizer itself, once it has wrapped the model (in a PEFT adapter, in shards). The rates start
@@ -96,7 +93,7 @@ def _groups(model: nn.Module, args: TrainingArguments, fusion_learning_rate: flo
             "params": [
                 parameter
                 for name, parameter in named
-                if (id(parameter) in of_fusion) == in_fusion and (name in decaying and parameter.ndim > 0) == decays
+                if (id(parameter) in of_fusion) == in_fusion and (name in decaying and parameter.numel() > 1) == decays
             ],
             "lr": fusion_learning_rate if in_fusion else args.learning_rate,
             "weight_decay": args.weight_decay if decays else 0.0,

@@ -10,7 +10,7 @@ Shapes: B rows, T tokens of this call, D hidden_size, K keys that a layer sees.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -116,6 +116,19 @@ def _num_keys(cache_layer: Any, num_queries: int) -> int:
 def drops_entries(layer: nn.Module) -> bool:
     """Whether the layer is under gradient checkpointing, where it is not given its cache."""
     return bool(getattr(layer, "gradient_checkpointing", False)) and layer.training and torch.is_grad_enabled()
+
+
+def refuse_reentrant_checkpointing(layers: Iterable[Any]) -> None:
+    """Raise if several processes train layers under the re-entrant kind of gradient checkpointing."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    settings = [getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {}) for layer in layers]
+    if torch.distributed.get_world_size() > 1 and any(keywords.get("use_reentrant") for keywords in settings):
+        raise ValueError(
+            "gradient checkpointing with use_reentrant=True does not go with several processes: layers of the recurrent "
+            "range run several times per step, and their gradients would be sent too early. Set "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}, the default.'
+        )
 
 
 class LayerRange:

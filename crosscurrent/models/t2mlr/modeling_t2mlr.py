@@ -33,6 +33,7 @@ from crosscurrent.models.t2mlr.layer_range import (
     LayerRange,
     drops_entries,
     layer_argument_names,
+    refuse_reentrant_checkpointing,
 )
 from crosscurrent.models.t2mlr.left_out import warn_if_fusion_is_left_out
 from crosscurrent.models.t2mlr.masks import DocumentMask, refuse_padding_inside_documents
@@ -114,6 +115,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         dtype = torch.promote_types(reference.dtype, torch.float32)
         self.fusion.to(dtype)
         self.carry.to(dtype)
+        parts = {type(self.fusion).__name__, type(self.carry).__name__}  # each on one device, and sharded by itself
+        self._no_split_modules = {*(self._no_split_modules or ()), *parts}
 
     @property
     def base_model(self) -> Any:
@@ -302,6 +305,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             )
         if not any(drops_entries(layer) for layer in self.layers._modules.values()):  # type: ignore[arg-type]
             return use_cache
+        refuse_reentrant_checkpointing(self.layers)
         if cache is not None:
             raise ValueError(
                 "gradient checkpointing drops the keys and values of earlier tokens, so a call cannot continue from a "
