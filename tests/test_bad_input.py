@@ -346,6 +346,7 @@ def test_prompts_and_caches_that_do_not_fit() -> None:
 
 def test_training_gates_in_low_precision_warns() -> None:
     base: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
-    model = cc.retrofit(base, 1, 3).to(torch.bfloat16)
+    model: Any = cc.retrofit(base, 1, 3)
+    model.to(torch.bfloat16)
     with pytest.warns(UserWarning, match="rounded away"):
         model.train()(ones(1, 3))
