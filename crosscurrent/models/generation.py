@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from crosscurrent.models.assisted import AssistedDecoding
 from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
 from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.guidance import guide, refuse_unguided_rows
 from crosscurrent.models.loading import CheckedLoading
 from crosscurrent.models.saving import CheckedSaving
 from crosscurrent.recurrence import Solver
@@ -95,8 +97,6 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         model_inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
-        if kwargs.get("is_first_iteration"):
-            _refuse_empty_prompts(None, model_inputs.get("attention_mask"))  # also if transformers inferred it
         mask = model_inputs.get("recurrent_mask")
         if mask is not None:
             ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
@@ -108,6 +108,11 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             model_inputs["recurrent_mask"] = mask[:, start : start + num_new]
         return model_inputs
 
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inferred: Tensor = super()._prepare_attention_mask_for_generation(*args, **kwargs)
+        _refuse_empty_prompts(None, inferred)
+        return inferred
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self,
         generation_config: Any,
@@ -118,9 +123,16 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
     ) -> None:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "dynamic_full", "static"):
-            raise ValueError(f"cache_implementation={kind!r} is not supported: leave it out, or give 'static'.")
+            raise ValueError(
+                f"cache_implementation={kind!r} is not supported: that cache holds no recurrent state. Leave it out, or give "
+                "'static'."
+            )
+        if generation_config.token_healing:
+            _refuse_settings_of_healed_prompts(model_kwargs)
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
         if given is not None:
+            if generation_config.prefill_chunk_size is not None and given.key_labels is not None:
+                _refuse_chunks_after_a_prefix()
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             given = _for_rows(given, batch_size, copies)
         if generation_config.use_cache is not False:
@@ -160,6 +172,34 @@ def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: Rec
     is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
     return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
 
+    def _get_deprecated_gen_repo(
+        self, generation_mode: Any, trust_remote_code: bool, custom_generate: Any = None
+    ) -> str | None:
+        repository = GENERATION_MODES_MAPPING[generation_mode]
+        if custom_generate is None and "/" in repository:
+            raise ValueError(
+                f"{generation_mode.value} is not supported: it is no longer part of transformers but code from the hub "
+                f"({repository}), which knows nothing of the recurrent state. Use greedy decoding, sampling or beam search."
+            )
+        return None
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        refuse_unguided_rows(generation_config, kwargs["encoder_input_ids"].shape[0], kwargs.get("negative_prompt_ids"))
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
+        guide(processors, self, kwargs["model_kwargs"])
+        return processors
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: its paged cache holds keys and values only.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "continuous batching (generate_batch, cache_implementation='paged') is not supported: its cache has no place "
+            "for the recurrent state. Pad the prompts on the left and pass them to generate as one batch."
+        )
+
 
 def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:
     if recurrent_mask is not None and recurrent_mask.shape != prompt.shape[:2]:
@@ -174,6 +214,25 @@ def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> 
                 f"the prompt has {prompt.shape[1]} tokens and the cache holds {num_held} already: give the whole sequence, "
                 "what the cache holds and at least one token more. `generate` extends the cache it is given: to start "
                 "several times from one, pass copy.deepcopy(cache)."
+            )
+
+
+def _refuse_chunks_after_a_prefix() -> None:
+    if CACHE_NAME != "cache":
+        raise ValueError(
+            "prefill_chunk_size with a cache that holds tokens already is not supported with this version of transformers, "
+            "which would read those tokens twice: leave prefill_chunk_size out, or install transformers 5.24 or newer."
+        )
+
+
+def _refuse_settings_of_healed_prompts(model_kwargs: dict[str, Any]) -> None:
+    for name in ("solver", "recurrent_mask"):
+        if model_kwargs.get(name) is not None:
+            raise ValueError(
+                f"token_healing with a {name} is not supported (prompt_recurrence=False means a recurrent_mask): "
+                "transformers heals by a generation of its own that is told of neither, and may change the prompt's length. "
+                "Set model.config.solver and prompt_recurrence, heal first (ids = model.heal_tokens(ids, tokenizer)), and "
+                "generate from what comes out."
             )
 
 
