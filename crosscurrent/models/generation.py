@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerateBeamDecoderOnlyOutput
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from crosscurrent.models.assisted import AssistedDecoding
@@ -54,6 +55,9 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             solver: how the prompt is solved; None: as the model is configured. `Sequential()` is exact. Single tokens
                 are exact with every solver.
 
+        Returns:
+            As in transformers, but without the cache after beam search: its rows are not those of the returned sequences.
+
         Raises:
             ValueError: a prompt is all padding, the cache is of the wrong kind, or a way of decoding was asked for
                 that is not supported.
@@ -78,7 +82,12 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         for name, value in (("recurrent_mask", recurrent_mask), ("solver", solver)):
             if value is not None:
                 kwargs[name] = value
-        return super().generate(inputs, *args, **kwargs)
+        output = super().generate(inputs, *args, **kwargs)
+        if isinstance(
+            output, GenerateBeamDecoderOnlyOutput
+        ):  # its cache follows the running beams, not what is returned
+            return type(output)(**{name: value for name, value in output.items() if name != CACHE_NAME})
+        return output
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The mask as it is: `forward` makes those of the layers, and knows of documents and padding by it."""
