@@ -55,7 +55,9 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture
 def pipe(model: Any, tokenizer: Any) -> Any:
-    as_generated: Any = {"clean_up_tokenization_spaces": False}  # older pipelines would take out spaces before full stops
+    as_generated: Any = {
+        "clean_up_tokenization_spaces": False
+    }  # older pipelines would take out spaces before full stops
     return pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", **as_generated)
 
 

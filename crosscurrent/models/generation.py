@@ -133,15 +133,15 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(
-                f"cache_implementation={kind!r} is not supported: that cache holds no recurrent state. Leave it out, or give "
-                "'static'."
+                f"cache_implementation={kind!r} is not supported: that cache holds no recurrent state. Leave it out, or "
+                "give 'static'."
             )
         if generation_config.token_healing:
             _refuse_settings_of_healed_prompts(model_kwargs)
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
+        if generation_config.prefill_chunk_size is not None:
+            _refuse_chunks(model_kwargs.get("inputs_embeds") is not None, given)
         if given is not None:
-            if generation_config.prefill_chunk_size is not None and given.key_labels is not None:
-                _refuse_chunks_after_a_prefix()
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             given = _for_rows(given, batch_size, copies)
         if generation_config.use_cache is not False:
@@ -160,6 +160,34 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         raise ValueError(
             "continuous batching (generate_batch, or use_transformers_continuous_batching in TRL) is not supported: its "
             "paged cache holds no recurrent state. Use generate on a padded batch."
+        )
+
+    def _get_deprecated_gen_repo(
+        self, generation_mode: Any, trust_remote_code: bool, custom_generate: Any = None
+    ) -> str | None:
+        repository = GENERATION_MODES_MAPPING[generation_mode]
+        if custom_generate is None and "/" in repository:
+            raise ValueError(
+                f"{generation_mode.value} is not supported: it is no longer part of transformers but code from the hub "
+                f"({repository}), which knows nothing of the recurrent state. Use greedy decoding, sampling or beam search."
+            )
+        return None
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        refuse_unguided_rows(generation_config, kwargs["encoder_input_ids"], kwargs.get("negative_prompt_ids"))
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
+        guide(processors, self, kwargs["model_kwargs"])
+        return processors
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: its paged cache holds keys and values only.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "continuous batching (generate_batch, cache_implementation='paged') is not supported: its cache has no place "
+            "for the recurrent state. Pad the prompts on the left and pass them to generate as one batch."
         )
 
 
@@ -181,34 +209,6 @@ def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: Rec
     is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
     return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
 
-    def _get_deprecated_gen_repo(
-        self, generation_mode: Any, trust_remote_code: bool, custom_generate: Any = None
-    ) -> str | None:
-        repository = GENERATION_MODES_MAPPING[generation_mode]
-        if custom_generate is None and "/" in repository:
-            raise ValueError(
-                f"{generation_mode.value} is not supported: it is no longer part of transformers but code from the hub "
-                f"({repository}), which knows nothing of the recurrent state. Use greedy decoding, sampling or beam search."
-            )
-        return None
-
-    def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
-        refuse_unguided_rows(generation_config, kwargs["encoder_input_ids"].shape[0], kwargs.get("negative_prompt_ids"))
-        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
-        guide(processors, self, kwargs["model_kwargs"])
-        return processors
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: its paged cache holds keys and values only.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "continuous batching (generate_batch, cache_implementation='paged') is not supported: its cache has no place "
-            "for the recurrent state. Pad the prompts on the left and pass them to generate as one batch."
-        )
-
 
 def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:
     if recurrent_mask is not None and recurrent_mask.shape != prompt.shape[:2]:
@@ -226,8 +226,10 @@ def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> 
             )
 
 
-def _refuse_chunks_after_a_prefix() -> None:
-    if CACHE_NAME != "cache":
+def _refuse_chunks(prompt_is_embeddings: bool, cache: RecurrentCache | None) -> None:
+    if prompt_is_embeddings:
+        raise ValueError("prefill_chunk_size with inputs_embeds is not supported: transformers cuts token ids only.")
+    if CACHE_NAME != "cache" and cache is not None and cache.key_labels is not None:
         raise ValueError(
             "prefill_chunk_size with a cache that holds tokens already is not supported with this version of transformers, "
             "which would read those tokens twice: leave prefill_chunk_size out, or install transformers 5.24 or newer."

@@ -34,8 +34,14 @@ class UnconditionalModel:
         return self.model(input_ids, recurrent_mask=recurrent.expand_as(input_ids), solver=self.solver, **kwargs)
 
 
-def refuse_unguided_rows(config: GenerationConfig, num_prompts: int, negative_prompt_ids: Tensor | None) -> None:
-    """Raise where transformers' guidance would compare a sequence with another's unconditional scores."""
+def refuse_unguided_rows(config: GenerationConfig, prompts: Tensor, negative_prompt_ids: Tensor | None) -> None:
+    """Raise where transformers' guidance has no unconditional sequence of its own for each of the prompts' sequences.
+
+    Args:
+        config: what is asked for.
+        prompts: token ids [B, P], or embeddings [B, P, D].
+        negative_prompt_ids: [N, Q] or None.
+    """
     if config.guidance_scale in (None, 1):
         return
     if (config.num_beams or 1) > 1:
@@ -43,7 +49,12 @@ def refuse_unguided_rows(config: GenerationConfig, num_prompts: int, negative_pr
             f"guidance_scale={config.guidance_scale} is not supported with num_beams={config.num_beams}: the unconditional "
             "sequences do not follow the beams. Use greedy decoding or sampling."
         )
-    num_rows = num_prompts * (config.num_return_sequences or 1)
+    if negative_prompt_ids is None and prompts.is_floating_point():
+        raise ValueError(
+            f"guidance_scale={config.guidance_scale} with inputs_embeds needs negative_prompt_ids: without them the last "
+            "token of the prompt would be the unconditional prompt, and embeddings name no tokens."
+        )
+    num_rows = prompts.shape[0] * (config.num_return_sequences or 1)
     if negative_prompt_ids is not None and negative_prompt_ids.shape[0] != num_rows:
         raise ValueError(
             f"negative_prompt_ids has {negative_prompt_ids.shape[0]} rows: one is needed for each of the {num_rows} "
