@@ -294,6 +294,19 @@ def record_calls(seen: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
     return processor
 
 
+def test_embeddings_as_prompt_where_token_ids_are_needed() -> None:
+    model: Any = make_t2mlr("llama")
+    embeddings = model.get_input_embeddings()(ROWS[0])
+    with pytest.raises(ValueError, match="transformers cuts token ids only"):
+        model.generate(inputs_embeds=embeddings, prefill_chunk_size=2, **EXACT)
+    settings = EXACT | {"guidance_scale": 2.5}
+    with pytest.raises(ValueError, match="with inputs_embeds needs negative_prompt_ids"):
+        model.generate(inputs_embeds=embeddings, **settings)
+    negative = token_ids(1, 4, seed=24)
+    said = model.generate(inputs_embeds=embeddings, negative_prompt_ids=negative, **settings)
+    assert torch.equal(said, model.generate(ROWS[0], negative_prompt_ids=negative, **settings)[:, 7:])
+
+
 @pytest.mark.parametrize("subject", ["t2mlr_llama", "rlt2"])
 def test_continuous_batching_is_refused(subject: str) -> None:
     with pytest.raises(ValueError, match="Pad the prompts on the left"):

@@ -164,7 +164,7 @@ def test_a_fresh_retrofit_scores_as_its_base_to_the_last_digit(tokenizer: Any, t
     assert all(changed["answers"][name] != expected["answers"][name] for name in TASKS)
 
 
-def test_scores_do_not_depend_on_the_batch_size(tokenizer: Any) -> None:
+def test_scores_do_not_depend_on_the_batch_size(tokenizer: Any, record_figures: Any) -> None:
     model = make_model(solver=cc.Sequential())
     found: dict[Any, Tensor] = {}
     for batch_size in (1, 3, 8):
@@ -173,6 +173,13 @@ def test_scores_do_not_depend_on_the_batch_size(tokenizer: Any) -> None:
     found["by definition"] = torch.tensor([by_definition(model, tokenizer, *pair) for pair in PAIRS]).double()
     for scores in found.values():  # sums of up to 140: one unit in the last place of float32 is 1.5e-5 there
         assert ((scores - found[1]) / found[1]).abs().max() < 1e-6
+    rough = [
+        torch.tensor([score for score, _ in wrapped(model.bfloat16(), tokenizer, size).loglikelihood(requests(*PAIRS))])
+        for size in (1, 3, 8)
+    ]
+    spread = (torch.stack(rough) / rough[0] - 1).abs().max().item()
+    record_figures("loglikelihoods at batch sizes 1, 3, 8, relative", {"bfloat16": spread})
+    assert spread < 0.05
 
 
 def test_one_token_continuations_share_their_context(tokenizer: Any) -> None:
