@@ -83,9 +83,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             if value is not None:
                 kwargs[name] = value
         output = super().generate(inputs, *args, **kwargs)
-        if isinstance(
-            output, GenerateBeamDecoderOnlyOutput
-        ):  # its cache follows the running beams, not what is returned
+        if isinstance(output, GenerateBeamDecoderOnlyOutput):  # its cache follows the running beams
             return type(output)(**{name: value for name, value in output.items() if name != CACHE_NAME})
         return output
 
@@ -151,17 +149,6 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             if generation_config.is_assistant:
                 cache.activate_past_recording()  # rejected drafts are taken back
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, and with it `generate_batch`: its paged cache holds no recurrent state.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "continuous batching (generate_batch, or use_transformers_continuous_batching in TRL) is not supported: its "
-            "paged cache holds no recurrent state. Use generate on a padded batch."
-        )
-
     def _get_deprecated_gen_repo(
         self, generation_mode: Any, trust_remote_code: bool, custom_generate: Any = None
     ) -> str | None:
@@ -186,8 +173,9 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             ValueError: always.
         """
         raise ValueError(
-            "continuous batching (generate_batch, cache_implementation='paged') is not supported: its cache has no place "
-            "for the recurrent state. Pad the prompts on the left and pass them to generate as one batch."
+            "continuous batching (generate_batch, cache_implementation='paged', use_transformers_continuous_batching in TRL) "
+            "is not supported: its cache has no place for the recurrent state. Pad the prompts on the left and pass them to "
+            "generate as one batch."
         )
 
 

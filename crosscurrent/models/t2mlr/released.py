@@ -160,7 +160,7 @@ def _fusion_weights(name: str, weight: Tensor) -> dict[str, Tensor]:
     scalars = {"rezero_gamma_input_gate": "current_scale", "rezero_gamma_recurrent_gate": "recurrent_scale"}
     gates = {"input_gate_proj": "current_gate", "recurrent_gate_proj": "recurrent_gate"}
     if name in scalars:
-        return {f"fusion.{scalars[name]}": weight.reshape(())}
+        return {f"fusion.{scalars[name]}": weight.reshape(1)}
     module, _, kind = name.partition(".")
     if module in gates and kind == "weight":
         of_stream, of_state = torch.chunk(weight, 2, dim=1)
