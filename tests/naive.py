@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import crosscurrent as cc
 from crosscurrent.models.compat import CACHE_NAME
-from crosscurrent.models.t2mlr.modeling_t2mlr import base_class_of
+from crosscurrent.models.t2mlr.bases import base_class_of
 
 
 def rms_norm(x: Tensor, norm: Any) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import (
 
 import crosscurrent as cc
 from crosscurrent.models.compat import CACHE_NAME
-from crosscurrent.models.t2mlr.modeling_t2mlr import base_class_of
+from crosscurrent.models.t2mlr.bases import base_class_of
 
 VOCAB = 43
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]

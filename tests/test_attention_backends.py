@@ -18,7 +18,7 @@ from transformers import (
 from transformers.integrations import flex_attention as flex_integration
 
 import crosscurrent as cc
-from crosscurrent.models.t2mlr.modeling_t2mlr import base_class_of
+from crosscurrent.models.t2mlr.bases import base_class_of
 from tests.subjects import SIZES, cache_of, gradients, largest_difference, make_t2mlr, moved, token_ids
 
 EXACT = 1e-11  # float64 rounding on logits of order 1

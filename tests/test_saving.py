@@ -27,7 +27,7 @@ import crosscurrent as cc
 from crosscurrent.models import loading
 from crosscurrent.models.base import shareable_name
 from crosscurrent.models.model_card import model_card
-from crosscurrent.models.t2mlr.modeling_t2mlr import base_class_of
+from crosscurrent.models.t2mlr.bases import base_class_of
 from crosscurrent.models.weight_names import unwrap_names
 from tests.subjects import (
     SIZES,
@@ -298,7 +298,8 @@ def test_layers_offloaded_to_disk(name: str, share: float, tmp_path: Path) -> No
 
 def test_layers_are_not_divided_among_devices() -> None:
     base: Any = make_base("llama")
-    assert cc.retrofit(base, 1, 3)._no_split_modules == {"LlamaDecoderLayer"} == base._no_split_modules
+    parts = {"LlamaDecoderLayer", "GatedFusion", "NormalizedSum"}
+    assert cc.retrofit(base, 1, 3)._no_split_modules == parts and base._no_split_modules == {"LlamaDecoderLayer"}
     assert make_rlt()._no_split_modules == {"EncoderLayer", "DecoderLayer"}
 
 
@@ -376,7 +377,9 @@ def test_a_base_checkpoint_lacks_the_recurrence_only(stored: torch.dtype, asked:
     assert set(info["missing_keys"]) == model.new_weight_names() == names_of(model, "fusion.", "carry.")
     assert not info["unexpected_keys"]
     assert model.dtype == (stored if asked in ("auto", None) else asked)
-    assert {p.dtype for p in model.parameters()} == {model.dtype}
+    recurrent = model.new_weight_names()
+    assert {p.dtype for name, p in model.named_parameters() if name not in recurrent} == {model.dtype}
+    assert {p.dtype for name, p in model.named_parameters() if name in recurrent} == {torch.float32}
     fusion = model.fusion
     assert fusion.current_scale == fusion.recurrent_scale == 0 and bool((model.carry.norm.weight == 1).all())
     for gate in (fusion.current_gate, fusion.recurrent_gate):
@@ -472,7 +475,7 @@ def test_quantised_bases(count: int, dtype: torch.dtype, tmp_path: Path) -> None
     layers, ids = quantised_layers(base), token_ids(2, 6)
     assert len(layers) == 4 * 7
     model = cc.retrofit(base, 1, 3)
-    assert {p.dtype for m in (model.fusion, model.carry) for p in m.parameters()} == {dtype}
+    assert {p.dtype for m in (model.fusion, model.carry) for p in m.parameters()} == {torch.float32}
     model.requires_grad_(False)
     trained = [*model.fusion.parameters(), *model.carry.parameters()]
     with torch.no_grad():
@@ -486,7 +489,7 @@ def test_quantised_bases(count: int, dtype: torch.dtype, tmp_path: Path) -> None
         model.save_pretrained(tmp_path / "model")
         loaded = load(tmp_path / "model")
         assert quantised_layers(loaded) == layers
-        assert {p.dtype for m in (loaded.fusion, loaded.carry) for p in m.parameters()} == {dtype}
+        assert {p.dtype for m in (loaded.fusion, loaded.carry) for p in m.parameters()} == {torch.float32}
         assert bool(expected.isfinite().all()) and torch.equal(loaded(ids).logits, expected)
     assert_same_weights(model.fusion, loaded.fusion)
 
@@ -509,8 +512,10 @@ def test_quantising_leaves_the_recurrence_out(count: int, skip: list[str] | None
         model = loader.from_pretrained(folder, quantization_config=how, device_map="cpu", **settings)
         layers = quantised_layers(model)
         assert layers and not any(name.startswith(("fusion", "carry", "model.merge", "lm_head")) for name in layers)
-        floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        assert floating == {settings["dtype"]}  # the recurrence has the dtype of the stream
+        recurrent = model.new_weight_names()
+        floating = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and name not in recurrent}
+        assert floating == {settings["dtype"]}
+        assert {p.dtype for name, p in model.named_parameters() if name in recurrent} <= {torch.float32}
         with torch.no_grad():
             assert bool(model(token_ids(2, 6)).logits.isfinite().all())
 

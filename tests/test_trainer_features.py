@@ -27,12 +27,12 @@ from transformers import (
 import crosscurrent as cc
 from crosscurrent.data.labels import PredictableLabels
 from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.wrapped import recurrent_model
 from crosscurrent.recurrence import as_solver
 from crosscurrent.training.callbacks import SolverSchedule
 from crosscurrent.training.nonfinite import NonFiniteError, StopOnNonFinite
 from crosscurrent.training.optimization import fusion_optimizer, optimizer_for
 from crosscurrent.training.schedules import Ramp, Steps
-from crosscurrent.training.unwrap import recurrent_model
 from tests.subjects import (
     SIZES,
     VOCAB,
@@ -199,7 +199,7 @@ def test_rates_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
         fusion_optimizer(args, 0)
     with pytest.raises(ValueError, match="RLTForCausalLM has no fusion"):
         optimizer_for(make_rlt(), args, 1.0)
-    with pytest.raises(ValueError, match="LlamaForCausalLM is no recurrent model"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrence"):
         optimizer_for(LlamaForCausalLM(LlamaConfig(**SIZES)), args, 1.0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="groups parameters itself"):
         galore: Any = staticmethod(lambda args, model: (torch.optim.SGD, {"params": []}))
@@ -263,7 +263,7 @@ def test_impossible_solver_schedules_are_refused_at_once(iterations: Any, backwa
 def test_a_schedule_needs_a_solver_with_iterations(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"solver is Sequential\(truncate=None\)"):
         trained(make_t2mlr("llama", solver=cc.Sequential()), tmp_path, callbacks=[SolverSchedule(2, 1)])
-    with pytest.raises(ValueError, match="no recurrent model"):
+    with pytest.raises(ValueError, match="has no recurrence"):
         trained(LlamaForCausalLM(LlamaConfig(**SIZES)), tmp_path, callbacks=[SolverSchedule(2, 1)])
 
 

@@ -49,8 +49,9 @@ def gap(
 
     from crosscurrent.data.texts import in_batches, padded, read_documents
     from crosscurrent.evaluation.gap import train_decode_gaps
-    from crosscurrent.evaluation.probing import recurrent_model, refuse_too_long
+    from crosscurrent.evaluation.probing import refuse_too_long
     from crosscurrent.models.base import load_base, load_tokenizer
+    from crosscurrent.models.wrapped import recurrent_model
     from crosscurrent.recurrence import Jacobi, Solver, solver_from_dict
 
     documents = read_documents(data, load_tokenizer(model), max_length, max_documents, field)

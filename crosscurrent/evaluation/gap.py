@@ -20,11 +20,11 @@ from crosscurrent.evaluation.probing import (
     at_least_float32,
     in_order,
     read_inputs,
-    recurrent_model,
     undisturbed,
 )
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.outputs import IGNORED, next_labels
+from crosscurrent.models.wrapped import recurrent_model
 from crosscurrent.recurrence import Sequential, Solver, SolverReport, as_solver
 
 

@@ -1,4 +1,4 @@
-"""What measurements of recurrent models share: which model, which inputs, and that both stay as they were.
+"""What measurements of recurrent models share: their inputs, and that models stay as they were.
 
 Shapes: B rows, T tokens.
 """
@@ -8,37 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.inputs import check_token_ids, document_labels, read_mask, real_tokens
 from crosscurrent.recurrence import PADDING
 
 Batch = Tensor | Mapping[str, Any]
-
-
-def recurrent_model(model: Any) -> RecurrentCausalLM:
-    """The recurrent model inside what PEFT, data parallelism or torch.compile wrapped around it.
-
-    Raises:
-        ValueError: there is none.
-    """
-    inner = model
-    while not isinstance(inner, RecurrentCausalLM):
-        found = _wrapped(inner)
-        if found is None:
-            raise ValueError(
-                f"{type(inner).__name__} has no recurrence to measure: give a model made by retrofit, or an RLT."
-            )
-        inner = found
-    return inner
-
-
-def _wrapped(model: Any) -> Any:
-    if hasattr(model, "get_base_model"):  # PEFT
-        return model.get_base_model()
-    inside = (getattr(model, name, None) for name in ("module", "_orig_mod"))  # data parallelism, torch.compile
-    return next((module for module in inside if isinstance(module, nn.Module)), None)
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosscurrent.evaluation.probing import Batch, at_least_float32, read_inputs, recurrent_model, undisturbed
+from crosscurrent.evaluation.probing import Batch, at_least_float32, read_inputs, undisturbed
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
+from crosscurrent.models.wrapped import recurrent_model
 from crosscurrent.recurrence import PADDING, GatedFusion, NormalizedSum, Sequential
 
 # Where a model keeps the norm before its output matrix, for the bases that keep their layers in a known place.

@@ -14,6 +14,12 @@ from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.guidance import guide, refuse_unguided_rows
 from crosscurrent.models.loading import CheckedLoading
+from crosscurrent.models.prompts import (
+    check_prompt,
+    refuse_chunks,
+    refuse_empty_prompts,
+    refuse_settings_of_healed_prompts,
+)
 from crosscurrent.models.saving import CheckedSaving
 from crosscurrent.recurrence import Solver
 
@@ -71,10 +77,10 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         prompt = next(
             (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
         )
-        _refuse_empty_prompts(prompt, kwargs.get("attention_mask"))
+        refuse_empty_prompts(prompt, kwargs.get("attention_mask"))
         is_assistant = getattr(kwargs.get("generation_config"), "is_assistant", False)
         if prompt is not None and not is_assistant:
-            _check_prompt(prompt, recurrent_mask, kwargs.get("cache", kwargs.get("past_key_values")))
+            check_prompt(prompt, recurrent_mask, kwargs.get("cache", kwargs.get("past_key_values")))
         if prompt_recurrence is None:
             prompt_recurrence = getattr(self.config, "prompt_recurrence", True)
         if recurrent_mask is None and not prompt_recurrence and prompt is not None and not is_assistant:
@@ -117,7 +123,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         inferred: Tensor = super()._prepare_attention_mask_for_generation(*args, **kwargs)
-        _refuse_empty_prompts(None, inferred)
+        refuse_empty_prompts(None, inferred)
         return inferred
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -135,10 +141,10 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
                 "give 'static'."
             )
         if generation_config.token_healing:
-            _refuse_settings_of_healed_prompts(model_kwargs)
+            refuse_settings_of_healed_prompts(model_kwargs)
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
         if generation_config.prefill_chunk_size is not None:
-            _refuse_chunks(model_kwargs.get("inputs_embeds") is not None, given)
+            refuse_chunks(model_kwargs.get("inputs_embeds") is not None, given)
         if given is not None:
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             given = _for_rows(given, batch_size, copies)
@@ -173,8 +179,8 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             ValueError: always.
         """
         raise ValueError(
-            "continuous batching (generate_batch, cache_implementation='paged', use_transformers_continuous_batching in TRL) "
-            "is not supported: its cache has no place for the recurrent state. Pad the prompts on the left and pass them to "
+            "continuous batching (generate_batch, cache_implementation='paged', use_transformers_continuous_batching) is "
+            "not supported: its cache has no place for the recurrent state. Pad the prompts on the left and pass them to "
             "generate as one batch."
         )
 
@@ -196,52 +202,3 @@ def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: Rec
         return None
     is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
     return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
-
-
-def _check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> None:
-    if recurrent_mask is not None and recurrent_mask.shape != prompt.shape[:2]:
-        raise ValueError(
-            f"recurrent_mask has shape {tuple(recurrent_mask.shape)}: it needs one value per token of the prompt, "
-            f"{tuple(prompt.shape[:2])}."
-        )
-    if isinstance(cache, RecurrentCache) and cache.key_labels is not None:
-        num_held = cache.key_labels.shape[1]
-        if prompt.dim() > 1 and prompt.shape[1] <= num_held:
-            raise ValueError(
-                f"the prompt has {prompt.shape[1]} tokens and the cache holds {num_held} already: give the whole sequence, "
-                "what the cache holds and at least one token more. `generate` extends the cache it is given: to start "
-                "several times from one, pass copy.deepcopy(cache)."
-            )
-
-
-def _refuse_chunks(prompt_is_embeddings: bool, cache: RecurrentCache | None) -> None:
-    if prompt_is_embeddings:
-        raise ValueError("prefill_chunk_size with inputs_embeds is not supported: transformers cuts token ids only.")
-    if CACHE_NAME != "cache" and cache is not None and cache.key_labels is not None:
-        raise ValueError(
-            "prefill_chunk_size with a cache that holds tokens already is not supported with this version of transformers, "
-            "which would read those tokens twice: leave prefill_chunk_size out, or install transformers 5.24 or newer."
-        )
-
-
-def _refuse_settings_of_healed_prompts(model_kwargs: dict[str, Any]) -> None:
-    for name in ("solver", "recurrent_mask"):
-        if model_kwargs.get(name) is not None:
-            raise ValueError(
-                f"token_healing with a {name} is not supported (prompt_recurrence=False means a recurrent_mask): "
-                "transformers heals by a generation of its own that is told of neither, and may change the prompt's length. "
-                "Set model.config.solver and prompt_recurrence, heal first (ids = model.heal_tokens(ids, tokenizer)), and "
-                "generate from what comes out."
-            )
-
-
-def _refuse_empty_prompts(prompt: Tensor | None, attention_mask: Tensor | None) -> None:
-    if prompt is not None and prompt.dim() > 1 and prompt.shape[1] == 0:
-        raise ValueError(f"the prompt has shape {tuple(prompt.shape)}: give at least one token to each row.")
-    if attention_mask is not None and attention_mask.dim() == 2:
-        empty = (attention_mask != 0).sum(dim=1) == 0
-        if bool(empty.any()):
-            raise ValueError(
-                f"row {int(empty.nonzero()[0])} of the prompts is all padding: give it at least one real token, or leave "
-                "the row out."
-            )

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.wrapped import recurrent_model
 from crosscurrent.recurrence import Jacobi, as_solver
 from crosscurrent.training.schedules import Ramp, Steps
-from crosscurrent.training.unwrap import recurrent_model
 
 Count = int | Steps | Ramp
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from crosscurrent.evaluation.gap import Gap, train_decode_gap
-from crosscurrent.evaluation.probing import Batch, in_order, read_inputs, recurrent_model
+from crosscurrent.evaluation.probing import Batch, in_order, read_inputs
 from crosscurrent.evaluation.telemetry import measure_recurrence, t2mlr_model
+from crosscurrent.models.wrapped import recurrent_model
 
 Self = TypeVar("Self", bound="Monitor")
 

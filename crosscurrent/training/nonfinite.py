@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from crosscurrent.models.weight_names import list_names
+
 _SHOWN = 5  # names in a message
 
 
@@ -43,7 +45,7 @@ class StopOnNonFinite(TrainerCallback):
         self._step = state.global_step + 1
         names = _nonfinite_weights(model)
         if names:
-            raise NonFiniteError(f"before step {self._step} weights are not finite: {_listed(names)}.")
+            raise NonFiniteError(f"before step {self._step} weights are not finite: {list_names(names, _SHOWN)}.")
         self._hooks.append(model.register_forward_hook(self._check_loss))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -61,7 +63,7 @@ class StopOnNonFinite(TrainerCallback):
         given = {name: _all_finite(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         if given and not bool(torch.stack(list(given.values())).all()):
             names = _not_finite(self._finite) or _not_finite(given)  # clipping has spread one parameter's NaN to all
-            self._stop(f"gradients are not finite, of {_listed(names)}")
+            self._stop(f"gradients are not finite, of {list_names(names, _SHOWN)}")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._remove_hooks()
@@ -94,7 +96,7 @@ class StopOnNonFinite(TrainerCallback):
 def _cause(model: nn.Module, outputs: Any) -> str:
     names = _nonfinite_weights(model)
     if names:
-        return f"weights are not finite, {_listed(names)}"
+        return f"weights are not finite, {list_names(names, _SHOWN)}"
     report = outputs.get("solver_report")
     if report is not None and not bool(torch.isfinite(report.residuals).all()):
         first = int((~torch.isfinite(report.residuals)).nonzero()[0])
@@ -117,8 +119,3 @@ def _all_finite(tensor: Tensor) -> Tensor:
     """Whether all of a tensor is finite; of a shard, what lies on this process."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return torch.isfinite(local.detach()).all()
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

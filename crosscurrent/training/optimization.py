@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
-from crosscurrent.training.unwrap import recurrent_model
+from crosscurrent.models.wrapped import recurrent_model
 
 _OWN_GROUPS = ("params", "model", "optimizer_dict")  # transformers' marks of an optimizer that groups parameters itself
 

@@ -3,58 +3,43 @@
 Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size, V vocab_size.
 """
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.call import Call, begin_call
-from crosscurrent.models.checkpoints import refuse_nonfinite_weights
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.inputs import drop_kernel_lengths, refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.t2mlr.backbone import RecurrentBackbone
+from crosscurrent.models.t2mlr.bases import NORM_EPSILONS, base_class_of, find_layers, refuse_unsupported_layers
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
-from crosscurrent.models.t2mlr.dtypes import InStreamDtype
 from crosscurrent.models.t2mlr.layer_range import (
-    CACHE_NAMES,
-    LayerCall,
     LayerList,
     LayerLoop,
-    LayerRange,
     drops_entries,
-    layer_argument_names,
     refuse_reentrant_checkpointing,
 )
 from crosscurrent.models.t2mlr.left_out import warn_if_fusion_is_left_out
 from crosscurrent.models.t2mlr.masks import DocumentMask, refuse_padding_inside_documents
+from crosscurrent.models.t2mlr.range_run import RangeRun
 from crosscurrent.recurrence import (
     PADDING,
     BoundedSum,
     GatedFusion,
     NormalizedSum,
-    Problem,
     RecurrentState,
-    Solution,
     Solver,
 )
-
-# Where a causal language model keeps its list of decoder layers: all that differs between architectures.
-LAYER_LISTS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
-
-# What configurations call the epsilon of their norms.
-NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class T2MLRCache(RecurrentCache):
@@ -102,9 +87,9 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         self.config = config
         self.name_or_path = config.name_or_path  # not the base's: what is found there is not recurrent
         text = config.get_text_config()
-        owner, name = _find_layers(self)
+        owner, name = find_layers(self)
         layers = getattr(owner, name)
-        _refuse_unsupported_layers(layers, config)
+        refuse_unsupported_layers(layers, config)
         if not isinstance(layers, LayerList):
             setattr(owner, name, LayerList(layers))
         reference = next(layers[config.layer_start].parameters())
@@ -126,7 +111,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
     @property
     def layers(self) -> LayerList:
         """The decoder layers, the recurrent range among them."""
-        owner, name = _find_layers(self)
+        owner, name = find_layers(self)
         layers: LayerList = getattr(owner, name)
         return layers
 
@@ -260,7 +245,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             solver=solver,
             return_dict=return_dict,
         )
-        run = _Run(self, call)
+        run = RangeRun(self, call)
         loop = LayerLoop(self.layers, self.config.layer_start, self.config.layer_end, run.solve, self._mask_edit(call))
         base_inputs = self._base_inputs(call, position_ids)
         with loop.active():
@@ -337,133 +322,11 @@ def _make_carry(config: T2MLRConfig) -> NormalizedSum | BoundedSum:
     text = config.get_text_config()
     eps = config.state_eps
     if eps is None:
-        eps = next((getattr(text, key) for key in NORM_EPSILONS if hasattr(text, key)), 1e-6)
+        eps = next((getattr(text, name) for name in NORM_EPSILONS if hasattr(text, name)), 1e-6)
     dtype = None if config.state_dtype is None else getattr(torch, config.state_dtype)
     if config.state_bound is None:
         return NormalizedSum(text.hidden_size, eps, config.detach_residual, dtype)
     return BoundedSum(eps, config.state_bound, config.residual_weight, config.detach_residual, dtype)
-
-
-class _Run:
-    """The recurrence of one `forward` call, solved in the middle of the base model's own loop."""
-
-    def __init__(self, model: T2MLRForCausalLM, call: Call):
-        self.model, self.call = model, call
-        self.solution: Solution | None = None
-        self.core: LayerRange
-        self.inputs: Tensor
-
-    def solve(self, hidden: Tensor, layer_calls: list[LayerCall]) -> Tensor:
-        self.inputs = hidden
-        self.core = LayerRange(layer_calls, self.call.branch, self.model.config.get_text_config(decoder=True))
-        problem = Problem(
-            inputs=hidden,
-            plan=self.call.plan,
-            state=self.call.state,
-            fuse=InStreamDtype(self.model.fusion),
-            core=self.core,
-            carry=self.model.carry,
-            keeps_registers=self.call.keeps_registers,
-        )
-        self.solution = solution = self.call.solver.solve(problem)
-        if self.call.branch is not None:  # the layers after the range write into the same cache
-            self.call.branch.layers = solution.past.layers
-        return solution.outputs
-
-    def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-        """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
-        if recorded is None:
-            return None
-        start, width = self.model.config.layer_start, len(self.core.calls)
-        runs = self.core.run_lengths
-        first = start + 1
-        after = first + width * len(runs)
-        groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
-        if runs[-1] == self.call.plan.num_tokens:
-            in_range = list(groups[-1])
-        else:
-            in_range = [
-                torch.cat(parts, dim=1) for parts in zip(*(group[: width - 1] for group in groups), strict=True)
-            ]
-            # The base puts its last layer's entry through the final norm, at full length.
-            whole = groups[-1][-1].shape[1] == self.call.plan.num_tokens
-            in_range.append(groups[-1][-1] if whole else torch.cat([group[-1] for group in groups], dim=1))
-        before = recorded[:first]
-        if start == 0:
-            before = (self.inputs,)
-        return (*before, *in_range, *recorded[after:])
-
-    def checked_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-        if not recorded:
-            return recorded
-        start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.run_lengths
-        if runs[-1] != self.call.plan.num_tokens:
-            raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
-        return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])
-
-
-def retrofit(
-    base: PreTrainedModel,
-    layer_start: int,
-    layer_end: int,
-    *,
-    solver: Solver | None = None,
-    feedback_interval: int | None = 1,
-    prompt_recurrence: bool = True,
-    detach_residual: bool = False,
-    state_dtype: torch.dtype | str | None = None,
-) -> T2MLRForCausalLM:
-    """Add temporal recurrence to a causal language model. The result starts out computing exactly what `base` does.
-
-    The result shares the base's layers: nothing is copied, and training one trains the other. `base` itself goes on
-    computing what it did, but what is set on shared layers is set for both (attention implementation, vocabulary size,
-    gradient checkpointing, hooks on layers). For an independent model retrofit `copy.deepcopy(base)`.
-
-    Args:
-        base: any transformers causal language model with a list of decoder layers.
-        layer_start, layer_end: the recurrent range, half-open, counted from 0. The paper's best were the middle layers,
-            about a fifth of the depth.
-        solver, feedback_interval, prompt_recurrence, detach_residual, state_dtype: as in `T2MLRConfig`.
-
-    Raises:
-        ValueError: the range does not lie in the model, the model is not supported (the message says what is
-            missing), or a weight is not finite.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> base = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        ...                                     num_attention_heads=4))
-        >>> model = retrofit(base, layer_start=1, layer_end=3)
-        >>> ids = torch.tensor([[1, 2, 3]])
-        >>> torch.equal(model(ids).logits, base(ids).logits)
-        True
-    """
-    _refuse_unsupported_base(base)
-    check_layer_range(layer_start, layer_end, base.config.get_text_config(decoder=True).num_hidden_layers)
-    refuse_nonfinite_weights(base, type(base).__name__)
-    config = T2MLRConfig(
-        base_config=base.config,
-        layer_start=layer_start,
-        layer_end=layer_end,
-        solver=solver,
-        feedback_interval=feedback_interval,
-        prompt_recurrence=prompt_recurrence,
-        detach_residual=detach_residual,
-        state_dtype=state_dtype,
-    )
-    config.dtype = base.config.dtype
-    model = object.__new__(class_for(type(base)))
-    model.__dict__ = {
-        name: copy.copy(value) if isinstance(value, dict | set) else value for name, value in base.__dict__.items()
-    }
-    model.generation_config = copy.deepcopy(base.generation_config)
-    if model.generation_config is not None:
-        model.generation_config.cache_implementation = None  # Gemma's checkpoints ask for a kind of their own
-    model._take_over(config)
-    for module in (model.fusion, model.carry):
-        model._init_weights(module)
-        module.train(base.training)
-    return model
 
 
 _classes: dict[type, type[T2MLRForCausalLM]] = {}
@@ -499,75 +362,3 @@ def __getattr__(name: str) -> Any:
         if isinstance(base_class, type) and issubclass(base_class, PreTrainedModel):
             return class_for(base_class)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def base_class_of(config: PreTrainedConfig | None) -> type:
-    """The causal language model class that transformers has for a configuration.
-
-    Raises:
-        ValueError: there is none.
-    """
-    mapping = AutoModelForCausalLM._model_mapping
-    if config is None or type(config) not in mapping:
-        raise ValueError(
-            f"base_config is {type(config).__name__}, for which transformers has no causal language model of its own. "
-            "Give the configuration of one (LlamaConfig, Qwen2Config, ...); code from a checkpoint is never run."
-        )
-    base_class: Any = mapping[type(config)]
-    return base_class
-
-
-def _find_layers(model: nn.Module) -> tuple[nn.Module, str]:
-    for path in LAYER_LISTS:
-        owner_path, _, name = path.rpartition(".")
-        try:
-            owner = model.get_submodule(owner_path)
-        except AttributeError:
-            continue
-        if isinstance(getattr(owner, name, None), nn.ModuleList):
-            return owner, name
-    raise ValueError(
-        f"{type(model).__name__} keeps its decoder layers in none of the known places ({', '.join(LAYER_LISTS)}), so there "
-        "is no list of layers to make recurrent."
-    )
-
-
-def _refuse_unsupported_base(base: Any) -> None:
-    if isinstance(base, T2MLRForCausalLM):
-        raise ValueError("the base is a retrofitted model already: retrofit the model it was made from.")
-    if isinstance(base, RecurrentCausalLM):
-        raise ValueError(f"the base is a {type(base).__name__}, which is recurrent already.")
-    if not isinstance(base, PreTrainedModel):
-        raise ValueError(f"base is a {type(base).__name__}: give a transformers causal language model.")
-    if base.config.is_encoder_decoder:
-        raise ValueError(f"{type(base).__name__} is an encoder-decoder model: only decoder-only models are supported.")
-    if type(base) is not base_class_of(base.config):
-        raise ValueError(
-            f"{type(base).__name__} is not the causal language model that transformers loads for a "
-            f"{type(base.config).__name__} ({base_class_of(base.config).__name__}), so the result could not be loaded "
-            "again. Load the base with AutoModelForCausalLM."
-        )
-    if "forward" in base.__dict__:
-        raise ValueError(
-            f"this {type(base).__name__}'s forward has been replaced (by device_map over several devices, or by another "
-            "library). Load it on one device, retrofit, save, and load the retrofitted model with device_map."
-        )
-    _find_layers(base)
-
-
-def _refuse_unsupported_layers(layers: nn.ModuleList, config: T2MLRConfig) -> None:
-    text = config.get_text_config(decoder=True)
-    name = type(layers[0]).__name__
-    if len(layers) != text.num_hidden_layers:
-        raise ValueError(f"the list of layers has {len(layers)} and num_hidden_layers is {text.num_hidden_layers}.")
-    arguments = layer_argument_names(layers[0])
-    if "attention_mask" not in arguments or not set(CACHE_NAMES) & set(arguments):
-        raise ValueError(
-            f"{name} takes {', '.join(arguments) or 'nothing'} beside the stream: an attention_mask and a cache of keys "
-            "and values are missing. Only stacks of attention layers are supported."
-        )
-    if getattr(text, "sliding_window", None) == 1:
-        raise ValueError("sliding_window=1 is not supported: transformers' cache does not keep such a window.")
-    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ValueError(f"layers of type {sorted(unknown)} are not supported, only {sorted(_LAYER_TYPES)}.")

@@ -1,0 +1,69 @@
+"""One call of a retrofitted model: the recurrence, solved in the middle of the base's own forward pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosscurrent.models.call import Call
+from crosscurrent.models.t2mlr.dtypes import InStreamDtype
+from crosscurrent.models.t2mlr.layer_range import LayerCall, LayerRange
+from crosscurrent.recurrence import Problem, Solution
+
+
+class RangeRun:
+    """The recurrence of one `forward` call, solved in the middle of the base model's own loop."""
+
+    def __init__(self, model: Any, call: Call):
+        self.model, self.call = model, call
+        self.solution: Solution | None = None
+        self.core: LayerRange
+        self.inputs: Tensor
+
+    def solve(self, hidden: Tensor, layer_calls: list[LayerCall]) -> Tensor:
+        self.inputs = hidden
+        self.core = LayerRange(layer_calls, self.call.branch, self.model.config.get_text_config(decoder=True))
+        problem = Problem(
+            inputs=hidden,
+            plan=self.call.plan,
+            state=self.call.state,
+            fuse=InStreamDtype(self.model.fusion),
+            core=self.core,
+            carry=self.model.carry,
+            keeps_registers=self.call.keeps_registers,
+        )
+        self.solution = solution = self.call.solver.solve(problem)
+        if self.call.branch is not None:  # the layers after the range write into the same cache
+            self.call.branch.layers = solution.past.layers
+        return solution.outputs
+
+    def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
+        if recorded is None:
+            return None
+        start, width = self.model.config.layer_start, len(self.core.calls)
+        runs = self.core.run_lengths
+        first = start + 1
+        after = first + width * len(runs)
+        groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
+        if runs[-1] == self.call.plan.num_tokens:
+            in_range = list(groups[-1])
+        else:
+            in_range = [
+                torch.cat(parts, dim=1) for parts in zip(*(group[: width - 1] for group in groups), strict=True)
+            ]
+            # The base puts its last layer's entry through the final norm, at full length.
+            whole = groups[-1][-1].shape[1] == self.call.plan.num_tokens
+            in_range.append(groups[-1][-1] if whole else torch.cat([group[-1] for group in groups], dim=1))
+        before = recorded[:first]
+        if start == 0:
+            before = (self.inputs,)
+        return (*before, *in_range, *recorded[after:])
+
+    def checked_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        if not recorded:
+            return recorded
+        start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.run_lengths
+        if runs[-1] != self.call.plan.num_tokens:
+            raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
+        return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])
