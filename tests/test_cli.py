@@ -16,7 +16,7 @@ from crosscurrent.cli import demo as demo_command
 from crosscurrent.cli.generate import SolverName
 from crosscurrent.cli.main import app
 from crosscurrent.recurrence import SOLVERS
-from tests.tiny_base import save_tiny_base
+from tests.tiny_base import save_opened_retrofit, save_tiny_base
 
 PROMPT = "three plus four is"
 
@@ -28,16 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A retrofitted model whose recurrence matters: its gates are open, and few iterations are not enough."""
-    torch.manual_seed(1)
-    model = cc.retrofit(AutoModelForCausalLM.from_pretrained(base), 1, 3, solver=cc.Jacobi(1, 1))
-    with torch.no_grad():
-        for parameter in model.fusion.parameters():
-            parameter.normal_(std=1.0)
-    folder = tmp_path_factory.mktemp("models") / "opened"
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-    return folder
+    return save_opened_retrofit(base, tmp_path_factory.mktemp("models") / "opened", cc.Jacobi(1, 1))
 
 
 def run(*arguments: object, stdin: str | None = None) -> Any:

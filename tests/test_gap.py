@@ -16,7 +16,7 @@ import crosscurrent as cc
 from crosscurrent.cli.main import app
 from crosscurrent.evaluation.gap import train_decode_gap, train_decode_gaps
 from tests.subjects import make_base, make_rlt, make_t2mlr, token_ids
-from tests.tiny_base import save_tiny_base
+from tests.tiny_base import save_opened_retrofit, save_tiny_base
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: make_t2mlr("llama"),
@@ -162,15 +162,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
-    model = cc.retrofit(AutoModelForCausalLM.from_pretrained(base), 1, 3, solver=cc.Jacobi(3, 1))
-    with torch.no_grad():
-        for parameter in model.fusion.parameters():
-            parameter.normal_()
-    folder = tmp_path_factory.mktemp("models") / "opened"
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-    return folder
+    return save_opened_retrofit(base, tmp_path_factory.mktemp("models") / "opened", cc.Jacobi(3, 1))
 
 
 @pytest.fixture

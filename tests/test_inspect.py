@@ -18,7 +18,7 @@ from crosscurrent.cli.main import app
 from crosscurrent.evaluation.telemetry import effective_memory, lens_logits, trace
 from crosscurrent.experiments.inspect import inspect_text, write_page
 from crosscurrent.experiments.inspect.measure import visible
-from tests.tiny_base import save_tiny_base
+from tests.tiny_base import save_opened_retrofit, save_tiny_base
 
 TEXT = 'a <b>"&amp;"\tb\n\x0bc {{ d }} é'
 KINDS = ("gates", "norms", "residuals", "memory")
@@ -31,15 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
-    model = cc.retrofit(AutoModelForCausalLM.from_pretrained(base), 1, 3)
-    with torch.no_grad():
-        for parameter in model.fusion.parameters():
-            parameter.normal_()
-    folder = tmp_path_factory.mktemp("models") / "opened"
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-    return folder
+    return save_opened_retrofit(base, tmp_path_factory.mktemp("models") / "opened")
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:

@@ -2,12 +2,15 @@
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import crosscurrent as cc
 
 CHARACTERS = ["<pad>", "<unk>", *string.printable]
 CHAT_TEMPLATE = "{% for message in messages %}Q: {{ message['content'] }}\nA: {% endfor %}"
@@ -29,6 +32,18 @@ def save_tiny_base(folder: Path) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_opened_retrofit(base: Path, folder: Path, solver: Any = None) -> Path:
+    """Save a retrofit of it whose recurrence matters: its gates are open, and few iterations are not enough."""
+    torch.manual_seed(1)
+    model = cc.retrofit(AutoModelForCausalLM.from_pretrained(base), 1, 3, solver=solver)
+    with torch.no_grad():
+        for parameter in model.fusion.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder
 
 
