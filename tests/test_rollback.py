@@ -87,7 +87,7 @@ def test_what_was_not_kept_cannot_be_taken_back(subject: str) -> None:
         cache.crop(-1)
     cache.activate_past_recording()
     call(model, ids[:, :2], cache)
-    with pytest.raises(ValueError, match="3 tokens cannot be taken back: the states after the last 2 are kept"):
+    with pytest.raises(ValueError, match="3 tokens cannot be taken back: the cache has recorded 2"):
         cache.crop(-3)
     cache.crop(3)
     assert cache.get_seq_length() == 3

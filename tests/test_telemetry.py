@@ -20,7 +20,7 @@ from crosscurrent.evaluation.telemetry import (
     trace,
 )
 from crosscurrent.training.monitoring import Monitor, RecurrenceTelemetry, TrainDecodeGap
-from tests.subjects import T2MLR_BASES, largest_difference, make_base, make_rlt, make_t2mlr, token_ids
+from tests.subjects import T2MLR_BASES, largest_difference, make_base, make_rlt, make_t2mlr, moved, token_ids
 
 START, END = 1, 3
 
@@ -80,6 +80,17 @@ def test_trace_of_padding_documents_and_tokens_that_are_not_recurrent(exact_arit
     for name in ("current_gate", "state_norm", "change", "states"):
         assert largest_difference(getattr(found, name)[:1, 2:], getattr(alone, name)) < 1e-12, name
         assert largest_difference(getattr(found, name)[1:, 5:], getattr(second, name)) < 1e-12, name
+
+
+@torch.no_grad()
+def test_models_of_the_authors_kind_can_be_traced(exact_arithmetic: None) -> None:
+    base: Any = make_base("llama")
+    settings: dict[str, Any] = {"gates_read": "projected_state", "state_bound": 5.0, "state_eps": 1e-6}
+    config = cc.T2MLRConfig(base_config=base.config, layer_start=1, layer_end=3, **settings)
+    model = moved(cc.T2MLRForCausalLM(config))
+    found = trace(model, token_ids(2, 7))
+    assert found.states.isfinite().all() and found.change.min() > 0
+    assert effective_memory(model, token_ids(2, 9), 3).remaining[0] == pytest.approx(1.0)
 
 
 @torch.no_grad()

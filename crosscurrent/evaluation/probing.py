@@ -43,7 +43,12 @@ def read_inputs(model: RecurrentCausalLM, batch: Batch) -> tuple[dict[str, Tenso
     Raises:
         ValueError: there are no input_ids, or something does not fit.
     """
-    given: Mapping[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    given: Any = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"a batch is a {type(batch).__name__}: give token ids [batch, tokens] or a mapping with input_ids, such as "
+            "tokenizer(texts, return_tensors='pt')."
+        )
     if given.get("input_ids") is None:
         raise ValueError(f"a batch needs input_ids [batch, tokens]; this one has {sorted(given)}.")
     names = ("input_ids", "attention_mask", "recurrent_mask", "segment_ids", "position_ids")

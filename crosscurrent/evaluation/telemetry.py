@@ -20,7 +20,7 @@ from crosscurrent.evaluation.probing import Batch, at_least_float32, read_inputs
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
 from crosscurrent.models.wrapped import recurrent_model
-from crosscurrent.recurrence import PADDING, GatedFusion, NormalizedSum, Sequential
+from crosscurrent.recurrence import PADDING, BoundedSum, GatedFusion, NormalizedSum, Sequential
 
 # Where a model keeps the norm before its output matrix, for the bases that keep their layers in a known place.
 FINAL_NORMS = ("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm", "model.decoder.final_layer_norm")
@@ -140,7 +140,7 @@ def _recording(model: T2MLRForCausalLM) -> Iterator[_Recorder]:
                 handles.append(gate.register_forward_hook(partial(recorder.saw_gate, name)))
             handles.append(module.register_forward_hook(recorder.saw_fusion))
     for module in model.carry.modules():
-        if isinstance(module, NormalizedSum):
+        if isinstance(module, NormalizedSum | BoundedSum):
             handles.append(module.register_forward_hook(recorder.saw_carry))
     try:
         yield recorder

@@ -136,7 +136,7 @@ class RecurrentCache(DynamicCache):
         num_recorded = 0 if self.registers is None else self.registers.shape[1] - 1
         if num_removed > num_recorded:
             raise ValueError(
-                f"{num_removed} tokens cannot be taken back: the states after the last {num_recorded} are kept. Call "
+                f"{num_removed} tokens cannot be taken back: the cache has recorded {num_recorded}. Call "
                 "cache.activate_past_recording() before the tokens that may be rejected, or continue from a "
                 "copy.deepcopy(cache) of before them."
             )

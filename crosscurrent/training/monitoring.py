@@ -133,7 +133,8 @@ class TrainDecodeGap(Monitor):
     """Logs the train/decode gap of the model's configured solver on examples (`crosscurrent.evaluation.gap`).
 
     The values are `gap/` and loss (the difference of the two losses), training_loss, exact_loss, token_agreement,
-    mean_difference, max_difference, residual_1, ... (the mean over batches).
+    mean_difference, max_difference, residual_1, ... (the
+    mean over those batches that ran so many iterations: where short ones drop out it may jump).
 
     Args:
         examples: one batch, or a sequence of batches or of single examples, as `train_decode_gap` takes them. Keep them

@@ -71,7 +71,7 @@ def draw_memory(memory: Memory) -> Figure:
     figure, axes = _axes("Perturbation left in the state", "tokens later", "share (log scale)")
     places = range(len(memory.remaining))
     _line(axes, places, _positive(memory.remaining), "run on freely", 0)
-    _line(axes, places, _positive(memory.remaining_clean), "keys and values kept clean", 1)
+    _line(axes, places, _positive(memory.remaining_clean), "with undisturbed attention", 1)
     axes.axhline(memory.FORGOTTEN, color="0.35", linestyle=":", linewidth=1.2)
     axes.annotate(f"{memory.FORGOTTEN:.0%}", (places[-1], memory.FORGOTTEN), ha="right", va="bottom", fontsize="small")
     axes.set_yscale("log")

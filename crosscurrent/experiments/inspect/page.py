@@ -71,6 +71,7 @@ def write_page(inspection: Inspection, model: T2MLRForCausalLM, name: str, outpu
             "recurrent": _range(inspection.trace.recurrent_gate),
         },
         openings=inspection.openings,
+        is_closed=not any(inspection.openings),
         figures=figures,
         captions=_captions(inspection),
         was_cut=inspection.was_cut,
@@ -89,10 +90,10 @@ def _facts(inspection: Inspection, model: T2MLRForCausalLM) -> dict[str, str]:
         "tokens": str(len(inspection.tokens)),
         "gate on the stream": f"{inspection.openings[0]:+.3f} × {_mean(trace.current_gate, trace.fused):.3f}",
         "gate on the state": f"{inspection.openings[1]:+.3f} × {_mean(trace.recurrent_gate, trace.fused):.3f}",
-        "state norm / stream norm": f"{state:.3g} / {stream:.3g}",
+        "mean norm of state / stream": f"{state:.3g} / {stream:.3g}",
         "change of the stream": f"{_mean(trace.change, trace.fused):.1%}",
         "effective memory": _tokens(inspection.memory.tokens),
-        "with clean keys, values": _tokens(inspection.memory.tokens_clean),
+        "... with undisturbed attention": _tokens(inspection.memory.tokens_clean),
     }
 
 
@@ -113,14 +114,16 @@ def _range(values: Tensor) -> str:
 def _captions(inspection: Inspection) -> dict[str, str]:
     after, watched = inspection.memory_position, len(inspection.memory.remaining) - 1
     last = f" The last one is {inspection.residuals[-1]:.2g}." if inspection.residuals else ""
+    added = "" if any(inspection.openings) else " That is nothing here, and has no place on this scale."
     return {
         "gates": "How far the gates open at each token, before the factors tanh(g) that both share.",
         "norms": "The stream that enters the recurrent layers, the state that it meets, and what the fusion adds. The first "
-        "token reads no state.",
+        f"token reads no state.{added}",
         "residuals": "Training guesses all states and corrects them in parallel; this is how much each correction still "
-        f"changes.{last}",
+        f"changes. Where it stays at about 1e-7, what is left is rounding.{last}",
         "memory": f"The state after {after} tokens, moved by 5 % in random directions, and the {watched} tokens after that "
-        f"(at most {HORIZON}). Effective memory: when 10 % is left.",
+        f"(at most {HORIZON}). Effective memory: when 10 % is left. With undisturbed attention: the tokens after it see the "
+        "keys and values of a run that was not moved, so that the state alone remembers.",
     }
 
 

@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +22,10 @@ from transformers.cache_utils import StaticLayer
 
 from crosscurrent.models.cache import branch_layer, detach_layer
 
+WITHOUT_CHECKPOINTING = (
+    "gradient_checkpointing=False in the Trainer's arguments (TRL's switch it on by default), or else "
+    "model.gradient_checkpointing_disable()"
+)
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # what layers call their cache
 
 _active: ContextVar["LayerLoop | None"] = ContextVar("active_layer_loop", default=None)
@@ -143,8 +146,8 @@ class LayerRange:
         if keeps_entries and any(drops_entries(call.layer) for call in self.calls):
             raise ValueError(
                 "gradient checkpointing drops the keys and values that token-by-token solving needs. Use "
-                "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch checkpointing off "
-                "(model.gradient_checkpointing_disable())."
+                "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch checkpointing off: "
+                f"{WITHOUT_CHECKPOINTING}."
             )
         if self.cache is not None or not keeps_entries:
             return self.cache
@@ -239,7 +242,7 @@ class _StandIn:
         loop = self._loop
         if not self._in_range and loop.edit_mask is None:
             return self._run_layer(hidden, *args, **kwargs)
-        arguments = _by_name(type(self._layer).forward, args) | kwargs
+        arguments = _by_name(layer_argument_names(self._layer), args) | kwargs
         if loop.edit_mask is not None:
             arguments["attention_mask"] = loop.edit_mask(arguments.get("attention_mask"))
         if not self._in_range:
@@ -266,16 +269,15 @@ def _checked_stream(layer: Any, stream: Any) -> Tensor:
     return stream
 
 
-def _by_name(forward: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(_argument_names(forward)[: len(args)], args, strict=True))
+def _by_name(names: tuple[str, ...], args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(names[: len(args)], args, strict=True))
 
 
-@lru_cache(maxsize=256)
-def _argument_names(forward: Any) -> tuple[str, ...]:
-    """Names of a layer's arguments after `self` and the stream."""
-    return tuple(inspect.signature(forward).parameters)[2:]
+_argument_names: dict[type, tuple[str, ...]] = {}  # a dictionary, which compiled code can look into
 
 
 def layer_argument_names(layer: nn.Module) -> tuple[str, ...]:
     """Names of the arguments that a layer takes after the stream."""
-    return _argument_names(type(layer).forward)
+    if type(layer) not in _argument_names:
+        _argument_names[type(layer)] = tuple(inspect.signature(type(layer).forward).parameters)[2:]
+    return _argument_names[type(layer)]

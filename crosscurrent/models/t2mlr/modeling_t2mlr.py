@@ -24,6 +24,7 @@ from crosscurrent.models.t2mlr.backbone import RecurrentBackbone
 from crosscurrent.models.t2mlr.bases import NORM_EPSILONS, base_class_of, find_layers, refuse_unsupported_layers
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig, check_layer_range
 from crosscurrent.models.t2mlr.layer_range import (
+    WITHOUT_CHECKPOINTING,
     LayerList,
     LayerLoop,
     drops_entries,
@@ -294,7 +295,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
         if cache is not None:
             raise ValueError(
                 "gradient checkpointing drops the keys and values of earlier tokens, so a call cannot continue from a "
-                "cache: train on whole sequences, or switch checkpointing off (model.gradient_checkpointing_disable())."
+                f"cache: train on whole sequences, or switch checkpointing off: {WITHOUT_CHECKPOINTING}."
             )
         if use_cache:
             warnings.warn("use_cache=True has no effect under gradient checkpointing: no cache is kept.", stacklevel=3)
