@@ -249,6 +249,9 @@ def test_command_answers_bad_input(opened: Path, base: Path, lines: Path, tmp_pa
         ((opened, written("list.jsonl", "[1]\n")), ("line 1", "not a JSON object")),
         ((opened, written("number.jsonl", '{"text": 7}\n')), ("line 1", "int")),
         ((opened, written("latin.txt", b"caf\xe9 cr\xe8me")), ("latin.txt", "UTF-8", "byte 3")),
+        ((opened, written("half.jsonl", '{"text": "ab\\ud800cd"}\n')), ("line 1", "half of a character")),
+        ((opened, written("deep.jsonl", "[" * 100_000 + "\n")), ("line 1", "not JSON")),
+        ((opened, written("digits.jsonl", '{"text": ' + "7" * 6000 + "}\n")), ("line 1", "not JSON")),
         ((base, lines), ("LlamaForCausalLM", "no recurrence")),
         ((bare, lines), ("no tokenizer",)),
         ((opened, written("long.txt", "a" * 3000), "--max-length", 2500), ("2500 tokens", "2048 positions")),
@@ -261,3 +264,13 @@ def test_command_answers_bad_input(opened: Path, base: Path, lines: Path, tmp_pa
             assert word in line, line
     for count in ("0", "1,x", ""):
         assert run(opened, lines, "--iterations", count).exit_code == 2
+
+
+def test_a_byte_order_mark_is_no_text(opened: Path, tmp_path: Path) -> None:
+    for name, content in (("a.txt", "three plus four"), ("a.jsonl", '{"text": "three plus four"}\n')):
+        path = tmp_path / name
+        found = []
+        for mark in (b"", b"\xef\xbb\xbf"):
+            path.write_bytes(mark + content.encode())
+            found.append(json.loads(run(opened, path, "--json").stdout)["exact_loss"])
+        assert found[0] == found[1]

@@ -165,6 +165,16 @@ def test_a_cache_of_one_row_serves_several_sequences(subject: str) -> None:
     assert cache.get_seq_length() == 5
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_cache_is_taken_under_either_name(name: str) -> None:
+    for seed in range(4):
+        model, ids = make_t2mlr("llama"), token_ids(1, 9, seed=seed)
+        cache = cache_of(model(ids[:, :6], use_cache=True, solver=cc.Sequential()))
+        settings = GREEDY | {"solver": cc.Sequential()}
+        assert torch.equal(model.generate(ids, **{name: cache}, **settings), model.generate(ids, **settings))
+
+
 @pytest.mark.parametrize("num_held", [1, 6, 7])
 def test_a_prompt_needs_a_token_that_the_cache_does_not_hold(num_held: int) -> None:
     model, ids = make_t2mlr("llama"), token_ids(1, 7)

@@ -315,6 +315,10 @@ def test_collator_says_what_is_wrong() -> None:
         PaddingCollator(0)([{"input_ids": [1], "segment_ids": [0]}, {"input_ids": [1]}])
     with pytest.raises(ValueError, match="one value per token"):
         PaddingCollator(0)([{"input_ids": [1, 2], "labels": [1]}])
+    with pytest.raises(ValueError, match="at least one example"):
+        PaddingCollator(0)([])
+    with pytest.raises(ValueError, match="give integers"):
+        PaddingCollator(0)([{"input_ids": [1.5, 2.0]}])
     with pytest.raises(ValueError, match="no input_ids"):
         PaddingCollator(0)([{"text": "x"}])
     with pytest.raises(ValueError, match="'middle'"):

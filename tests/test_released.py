@@ -100,6 +100,31 @@ def test_gradient_reaches_every_weight_of_the_fusion(folder: Path, expected: dic
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in model.fusion.parameters())
 
 
+def test_the_last_iterations_carry_gradient_as_there(copied: Path) -> None:
+    """Its backward depth K leaves gradient in K + 1 passes."""
+    edit(copied, batch_backward_approximate_depth=3)
+    assert cc.T2MLRForCausalLM.from_released(copied).config.solver["backward_iterations"] == 4
+
+
+def test_its_generation_settings_and_dtype_come_along(copied: Path) -> None:
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "max_new_tokens": 5}))
+    edit(copied, dtype="bfloat16")
+    model = cc.T2MLRForCausalLM.from_released(copied)
+    assert model.generation_config.eos_token_id == 7 and model.generation_config.max_new_tokens == 5
+    assert model.dtype == torch.bfloat16 and model.fusion.current_scale.dtype == torch.float32
+    assert cc.T2MLRForCausalLM.from_released(copied, dtype=torch.float32).dtype == torch.float32
+
+
+def test_the_call_in_its_card_makes_such_a_model(folder: Path) -> None:
+    from crosscurrent.models.model_card import model_card
+
+    model = cc.T2MLRForCausalLM.from_released(folder)
+    code = str(model_card(model)).split("```python\n")[-1].split("\n```")[0]
+    base = type("Base", (), {"config": model.config.base_config})
+    made = eval(code, {"crosscurrent": cc, "base": base})
+    assert made.config.gates_read == "projected_state" and made.config.solver == model.config.solver
+
+
 def _shard(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -138,7 +163,19 @@ def _cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
-BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+def _drop_the_fusion(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    plain = {name: weight for name, weight in weights.items() if "mixing_module" not in name}
+    save_file(plain, folder / "model.safetensors")
+
+
+def _drop_a_setting(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["l_start"]
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another kind of mixing": (lambda folder: edit(folder, recurrent_mixing_module_name="mlp"), "no counterpart here"),
     "another option": (lambda folder: edit(folder, concat_recurrent=True), "only concat_recurrent=False"),
     "a scalar per channel": (
@@ -146,6 +183,18 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "rezero_gamma_scalar",
     ),
     "one of ours": (lambda folder: edit(folder, model_type="crosscurrent_t2mlr"), "from_pretrained"),
+    "no fusion": (_drop_the_fusion, "fusion.recurrent_scale"),
+    "a setting is missing": (_drop_a_setting, "l_start"),
+    "a setting of another kind": (
+        lambda folder: edit(folder, batch_forward_approximate_depth=None),
+        "approximate_depth",
+    ),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "holds a list"),
+    "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+    "no index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
+        "no .safetensors file beside it",
+    ),
     "no settings": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights cut short": (_cut_short, "cannot be read"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import crosscurrent as cc
 from crosscurrent.models.compat import CACHE_NAME
-from tests.subjects import SUBJECTS, largest_difference, make_base, make_t2mlr, token_ids
+from tests.subjects import SUBJECTS, gradients, largest_difference, make_base, make_t2mlr, token_ids
 from tests.test_generation import GREEDY
 
 ROLLING = ["rlt0", "rlt1", "rlt2", "rlt_encoder_window", "t2mlr_gemma3", "t2mlr_gpt2", "t2mlr_interval", "t2mlr_llama"]
@@ -91,6 +91,32 @@ def test_what_was_not_kept_cannot_be_taken_back(subject: str) -> None:
         cache.crop(-3)
     cache.crop(3)
     assert cache.get_seq_length() == 3
+    cache.reset()
+    call(model, ids, cache)
+    cache.crop(-9)  # more than there is: all of it
+    assert torch.equal(call(model, ids, cache), call(model, ids, model.new_cache()))
+
+
+@for_rolling
+def test_gradients_flow_through_what_is_left(subject: str) -> None:
+    model, ids = SUBJECTS[subject](), token_ids(1, 7)
+    cache = recording(model)
+    call(model, ids[:, :4], cache)
+    call(model, token_ids(1, 2, seed=9), cache)
+    cache.crop(4)
+    found = gradients(model, call(model, ids[:, 4:], cache).square().sum())
+    whole = call(model, ids, model.new_cache())[:, 4:]
+    for name, gradient in gradients(model, whole.square().sum()).items():
+        assert largest_difference(found[name], gradient) < 2e-6 * max(1.0, gradient.abs().max().item()), name
+
+
+def test_recording_ends_with_the_drafts_that_needed_it() -> None:
+    model: Any = make_t2mlr("llama")
+    ids = prompt_with_repeats()
+    cache: Any = model.new_cache()
+    call(model, ids[:, :5], cache)
+    model.generate(ids, prompt_lookup_num_tokens=3, **{CACHE_NAME: cache}, **settings_of(ids))
+    assert not cache.is_croppable and cache.registers is None
 
 
 def test_a_window_that_dropped_entries_cannot_record() -> None:
@@ -99,6 +125,7 @@ def test_a_window_that_dropped_entries_cannot_record() -> None:
     call(model, token_ids(1, 6), cache)
     with pytest.raises(ValueError, match="before the first token"):
         cache.activate_past_recording()
+    assert not cache.is_croppable
 
 
 def prompt_with_repeats() -> Tensor:
@@ -140,6 +167,20 @@ def test_assisted_decoding_equals_greedy_decoding(subject: str, assistant: str, 
     assert torch.equal(model.generate(ids, assistant_model=helper, **settings), expected)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_verified_exactly_whatever_solves_the_prompt(seed: int) -> None:
+    """One Jacobi iteration is far from exact on several tokens: drafts solved by it would be judged wrongly."""
+    model: Any = make_t2mlr("llama")
+    few = cc.Jacobi(1, 1)
+    start = token_ids(1, 7, seed=seed)
+    ids = torch.cat([start, start[:, :5]], dim=1)
+    cache: Any = model.new_cache()
+    model(ids[:, :-1], **{CACHE_NAME: cache}, solver=few)
+    expected = model.generate(ids, **{CACHE_NAME: cache}, **settings_of(ids))  # all but the last token solved by few
+    found = model.generate(ids, prompt_lookup_num_tokens=4, **settings_of(ids, solver=few))
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+
+
 def test_drafts_are_accepted() -> None:
     """A model that drafts for itself is right every time: else the state that it drafts from would be wrong."""
     model: Any = make_t2mlr("llama")
@@ -174,6 +215,7 @@ def test_assisted_sampling_is_repeatable_and_goes_on_from_a_cache(subject: str) 
 def test_what_assisted_decoding_does_not_do_is_refused_before_the_first_token() -> None:
     model, ids = make_t2mlr("llama"), prompt_with_repeats()
     refused: dict[str, dict[str, Any]] = {
+        "guidance_scale": {"prompt_lookup_num_tokens": 3, "guidance_scale": 1.5},
         "assistant_early_exit": {"assistant_early_exit": 2},
         "grows": {"prompt_lookup_num_tokens": 3, "cache_implementation": "static"},
         "output_attentions": {

@@ -1,5 +1,6 @@
 """Saving, sharing and loading: what is on disk, what loads, and what is refused."""
 
+import json
 import subprocess
 import sys
 import warnings
@@ -571,6 +572,20 @@ def test_no_local_path_is_saved(tmp_path: Path) -> None:
     assert "| base model | b_ |" in card.text and card.data.base_model is None  # the folder's name ends with "/b>"
     assert load(tmp_path / "model").name_or_path == str(tmp_path / "model")
     assert shareable_name(r"C:\models\mine") == "mine"
+
+
+def test_a_local_base_is_not_taken_for_one_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its relative path looks like an id, and is seen for what it is only where it was loaded."""
+    base_folder(tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+    model = cc.retrofit(load(Path("models", "mine")), 1, 3)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model.save_pretrained("saved")
+    load(Path("saved")).save_pretrained("again")
+    for folder in ("saved", "again"):
+        assert ModelCard.load(f"{folder}/README.md").data.base_model is None
+        assert json.loads(Path(folder, "config.json").read_text())["base_config"]["_name_or_path"] == "mine"
 
 
 @pytest.mark.parametrize("name", ["t2mlr", "rlt", "lstm"])

@@ -8,6 +8,7 @@ import torch
 import crosscurrent as cc
 from crosscurrent.recurrence import (
     SOLVERS,
+    BoundedSum,
     GatedFusion,
     NormalizedSum,
     Problem,
@@ -164,3 +165,17 @@ def test_the_configured_solver_is_used_unless_another_is_asked_for() -> None:
         model.train(mode)
         assert model(ids).solver_report.iterations == 2
         assert model(ids, solver=cc.Sequential()).solver_report.solver == "sequential"
+
+
+def test_the_factor_of_a_bounded_sum_is_a_constant_to_the_gradient() -> None:
+    carry = BoundedSum(bound=2.0, residual_weight=0.5)
+    y, r = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True), torch.randn(1, 3, 4, dtype=torch.float64)
+    fused = torch.tensor([[[True], [True], [False]]])
+    total = y + 0.5 * r
+    factor = (total.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt().clamp(0.5, 2.0).detach()
+    expected = torch.where(fused, total * factor, y)
+    found = carry(y, r, fused)
+    assert torch.equal(found, expected)
+    weights = torch.randn_like(found)
+    gradient, constant = (torch.autograd.grad((out * weights).sum(), y)[0] for out in (found, expected))
+    assert torch.equal(gradient, constant)

@@ -63,6 +63,38 @@ def test_any_split_gives_the_same(subject: str) -> None:
     assert largest_difference(model(ids, **{CACHE_NAME: cache}, solver=cc.Sequential()).logits, whole) < 2e-6
 
 
+@for_static
+@torch.no_grad()
+def test_documents_and_rows(subject: str) -> None:
+    model, ids = SUBJECTS[subject](), token_ids(2, 6)
+    segments = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+    expected = model(ids, segment_ids=segments, solver=cc.Sequential()).logits
+    cache: Any = model.new_cache(max_cache_len=9)
+    found = model(ids[:, :4], **{CACHE_NAME: cache}, segment_ids=segments[:, :4], solver=cc.Sequential()).logits
+    assert largest_difference(found, expected[:, :4]) < 2e-6
+    rest = {"segment_ids": segments[:, 4:], "solver": cc.Sequential()}
+    detached = cache.detach()
+    assert largest_difference(model(ids[:, 4:], **{CACHE_NAME: detached}, **rest).logits, expected[:, 4:]) < 2e-6
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    swapped = {"segment_ids": segments[:, 4:].flip(0), "solver": cc.Sequential()}
+    assert (
+        largest_difference(model(ids[:, 4:].flip(0), **{CACHE_NAME: cache}, **swapped).logits, expected[:, 4:].flip(0))
+        < 2e-6
+    )
+
+
+@for_static
+def test_one_row_serves_several_sequences(subject: str) -> None:
+    model, prefix = SUBJECTS[subject](), token_ids(1, 5)
+    prompts = torch.cat([prefix.expand(3, -1), token_ids(3, 2, seed=4)], dim=1)
+    cache: Any = model.new_cache(max_cache_len=20)
+    with torch.no_grad():
+        model(prefix, **{CACHE_NAME: cache}, solver=cc.Sequential())
+    settings = GREEDY | {"solver": cc.Sequential()}
+    assert torch.equal(model.generate(prompts, **{CACHE_NAME: cache}, **settings), model.generate(prompts, **settings))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = make_t2mlr("llama")
     cache = model.new_cache(max_cache_len=6)
@@ -100,7 +132,6 @@ def count_graphs(model: Any, max_cache_len: int | None) -> list[int]:
     return counts
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected")
 @pytest.mark.parametrize("max_cache_len", [40, None])
 @torch.no_grad()
 def test_a_fixed_number_of_graphs(max_cache_len: int | None) -> None:
@@ -109,7 +140,24 @@ def test_a_fixed_number_of_graphs(max_cache_len: int | None) -> None:
     assert 0 < counts[-1] <= 20
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected")
+def test_passes_of_a_solver_are_compiled_once() -> None:
+    model, ids = make_t2mlr("llama").train(), token_ids(2, 12)
+    seen: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        seen.append(0)
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend=backend)
+    counts, losses = [], []
+    for iterations in (3, 12):
+        losses.append(compiled(ids, labels=ids, solver=cc.Jacobi(iterations, 2)).loss)
+        counts.append(len(seen))
+    assert counts[1] <= counts[0] + 4  # another solver, not another graph for each of its passes
+    assert torch.equal(losses[1], model(ids, labels=ids, solver=cc.Jacobi(12, 2)).loss)
+
+
 def test_generate_compiles_and_gives_the_same() -> None:
     model, ids = make_t2mlr("gemma3"), token_ids(2, 8)
     settings = GREEDY | {"max_new_tokens": 12, "solver": cc.Sequential(), "attention_mask": torch.ones_like(ids)}

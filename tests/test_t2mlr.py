@@ -1,7 +1,9 @@
 """What is particular to the retrofit: the base's names, its own code around the range, sharing, pickling."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -237,3 +239,20 @@ def test_vocabulary_can_grow(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).double()
     assert torch.equal(loaded(torch.tensor([[44, 3]])).logits, model(torch.tensor([[44, 3]])).logits)
+
+
+def test_nothing_of_a_call_outlives_it() -> None:
+    """Without waiting for Python's collector of cycles: tensors are large, and it does not know."""
+    model, ids = make_t2mlr("llama"), token_ids(1, 6)
+    seen: list[Any] = []
+    hook = model.fusion.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    gc.disable()
+    try:
+        for solver in (cc.Sequential(), cc.Jacobi(3, 2)):
+            output = model(ids, labels=ids, solver=solver)
+            output.loss.backward()
+            del output
+        assert seen and all(reference() is None for reference in seen)
+    finally:
+        gc.enable()
+        hook.remove()

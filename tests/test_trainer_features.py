@@ -195,8 +195,10 @@ class StopAfter(TrainerCallback):
 
 def test_rates_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
     model, args = make_t2mlr("llama"), arguments(tmp_path)
-    with pytest.raises(ValueError, match="fusion_learning_rate=0 is not allowed"):
-        fusion_optimizer(args, 0)
+    strange: list[Any] = [0, -1.0, float("inf"), float("nan"), 10**400, True, "1e-3", None]
+    for rate in strange:
+        with pytest.raises(ValueError, match=r"fusion_learning_rate=.* is not allowed"):
+            fusion_optimizer(args, rate)
     with pytest.raises(ValueError, match="RLTForCausalLM has no fusion"):
         optimizer_for(make_rlt(), args, 1.0)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrence"):
@@ -323,6 +325,19 @@ def test_weights_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
         model.carry.norm.weight[0] = float("inf")
     with pytest.raises(NonFiniteError, match=r"before step 1 weights are not finite: carry\.norm\.weight"):
         trained(model, tmp_path, callbacks=[StopOnNonFinite()])
+
+
+class Fail(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise RuntimeError("something else")
+
+
+def test_nothing_stays_on_the_model_if_something_else_ends_the_training(tmp_path: Path) -> None:
+    model = make_t2mlr("llama", solver=JACOBI)
+    with pytest.raises(RuntimeError, match="something else"):
+        trained(model, tmp_path, callbacks=[StopOnNonFinite(), Fail()])
+    assert not model._forward_hooks
+    assert not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
 
 
 def test_finite_training_is_left_alone(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def test_schedules_are_functions_of_the_step() -> None:
     for points in ([], [(1, 2)], [(0, 1), (0, 2)], [(0, 1), (5, 2), (3, 3)]):
         with pytest.raises(ValueError, match="start at 0"):
             Steps(points)
+    strange: list[Any] = [2.5, True]
+    for step in strange:
+        with pytest.raises(ValueError, match="they are integers"):
+            Steps([(0, 1), (step, 2)])
+        with pytest.raises(ValueError, match="num_steps="):
+            Ramp(0, 1, step)
     with pytest.raises(ValueError, match="num_steps=0"):
         Ramp(0, 1, 0)
     with pytest.raises(ValueError, match="finite"):

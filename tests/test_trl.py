@@ -2,6 +2,7 @@
 that is where the recurrence must be."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,16 @@ def test_grpo_with_continuous_batching_is_refused() -> None:
     """What TRL's use_transformers_continuous_batching calls. Left alone it would report the error and go on with nothing."""
     with pytest.raises(ValueError, match="continuous batching"):
         make_t2mlr("llama").generate_batch([[3, 4, 5], [6, 7]])
+
+
+def test_threads_do_not_see_each_others_hidden_states() -> None:
+    model = make_t2mlr("llama")
+    texts = [token_ids(1, 9, seed=seed) for seed in (1, 2)]
+    expected = [model.base_model(ids).last_hidden_state for ids in texts]
+
+    def wrong(place: int) -> int:
+        found = (model.base_model(texts[place]).last_hidden_state for _ in range(40))
+        return sum(not torch.equal(states, expected[place]) for states in found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(wrong, (0, 1))) == [0, 0]

@@ -47,7 +47,8 @@ def gap(
 
     from tqdm import tqdm
 
-    from crosscurrent.data.texts import in_batches, padded, read_documents
+    from crosscurrent.data.collation import PaddingCollator
+    from crosscurrent.data.texts import in_batches, read_documents
     from crosscurrent.evaluation.gap import train_decode_gaps
     from crosscurrent.evaluation.probing import refuse_too_long
     from crosscurrent.models.base import load_base, load_tokenizer
@@ -61,7 +62,9 @@ def gap(
     measured: list[Solver] = [Jacobi(count, backward_iterations=1) for count in counts]
     if not measured:
         measured = [solver_from_dict(language_model.config.solver)]
-    batches = [padded(part) for part in in_batches(documents, batch_size)]
+    collator = PaddingCollator(pad_token_id=0)
+    parts = in_batches([{"input_ids": document} for document in documents], batch_size)
+    batches = [collator(part) for part in parts]
     with tqdm(batches, desc="scoring", unit="batch", leave=False) as bar:
         gaps = train_decode_gaps(language_model, bar, measured)
     rows = [_row(solver, found) for solver, found in zip(measured, gaps, strict=True)]

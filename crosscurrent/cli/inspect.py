@@ -35,16 +35,21 @@ def inspect(
     if output.suffix not in (".html", ".htm"):
         raise typer.BadParameter(f"--output {output}: the page needs a name that ends in .html.")
 
+    from crosscurrent.data.texts import refuse_half_characters
     from crosscurrent.evaluation.telemetry import t2mlr_model
     from crosscurrent.experiments.inspect import inspect_text, write_page
-    from crosscurrent.models.base import load_base, load_tokenizer
+    from crosscurrent.models.base import load_base, load_tokenizer, shareable_name
 
     shown = text if text is not None else _read(file)
+    refuse_half_characters(shown, "the text")
     tokenizer = load_tokenizer(model)
     language_model = t2mlr_model(load_base(model))
     typer.echo("Measuring: the text is run token by token.", err=True)
     written = write_page(
-        inspect_text(language_model, tokenizer, shown, max_tokens, iterations), language_model, model, output
+        inspect_text(language_model, tokenizer, shown, max_tokens, iterations),
+        language_model,
+        shareable_name(model),
+        output,
     )
     typer.echo(f"Written: {written[0]}, and {len(written) - 1} figures in {written[1].parent}")
 
@@ -52,6 +57,6 @@ def inspect(
 def _read(file: Path | None) -> str:
     assert file is not None
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crosscurrent.tasks import IGNORED
+from crosscurrent.models.outputs import IGNORED
 
 Side = Literal["right", "left"]
 
@@ -53,6 +53,8 @@ class PaddingCollator:
             raise ValueError(f"padding_side={self.padding_side!r} is not allowed: give 'right' or 'left'.")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not examples:
+            raise ValueError("a batch needs at least one example.")
         rows = [_read(example) for example in examples]
         self._refuse_missing(rows)
         longest = max(len(row["input_ids"]) for row in rows)
@@ -77,7 +79,7 @@ class PaddingCollator:
 def _read(example: Mapping[str, Any]) -> dict[str, Tensor]:
     if "input_ids" not in example:
         raise ValueError(f"an example has no input_ids: it has {sorted(example)}.")
-    given = {name: torch.as_tensor(example[name]).long() for name in ("input_ids", *_PADDING) if name in example}
+    given = {name: _integers(name, example[name]) for name in ("input_ids", *_PADDING) if name in example}
     for name, values in given.items():
         if values.shape != given["input_ids"].shape or values.dim() != 1:
             raise ValueError(
@@ -86,6 +88,13 @@ def _read(example: Mapping[str, Any]) -> dict[str, Tensor]:
             )
     ids = given["input_ids"]
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)} | given
+
+
+def _integers(name: str, values: Any) -> Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.is_floating_point() and tensor.numel():
+        raise ValueError(f"{name} of an example holds {tensor.dtype} numbers: give integers.")
+    return tensor.long()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,10 @@
-"""Texts from files, as batches of token ids.
-
-Shapes: B rows, T tokens of the longest row.
-"""
+"""Texts from files, as token ids."""
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosscurrent.suggestions import did_you_mean
@@ -19,7 +14,7 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     """The texts of a file, in order: one of a .txt file, one per line of a .jsonl file.
 
     Args:
-        path: of the file, in UTF-8.
+        path: of the file, in UTF-8, with or without a byte order mark.
         field: the key of the text in each line of a .jsonl file.
 
     Raises:
@@ -37,9 +32,9 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
         raise ValueError(f"{path} is neither a .txt file (one text) nor a .jsonl file (one JSON object per line).")
     try:
         if path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8-sig")
             return
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _text_of_line(line, field, f"{path}, line {number}")
@@ -50,15 +45,26 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
 def _text_of_line(line: str, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg}): a .jsonl file holds one JSON object per line.") from error
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "") or str(error)
+        raise ValueError(f"{where} is not JSON ({reason}): a .jsonl file holds one JSON object per line.") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object: each line needs one, such as {{{field!r}: '...'}}.")
     if field not in row:
         raise ValueError(f"{where} has no field {field!r}, it has {sorted(row)}.{did_you_mean(field, row)}")
     if not isinstance(row[field], str):
         raise ValueError(f"{where}: field {field!r} holds a {type(row[field]).__name__}, not a text.")
-    return row[field]
+    refuse_half_characters(row[field], where)
+    text: str = row[field]
+    return text
+
+
+def refuse_half_characters(text: str, where: str) -> None:
+    """Raise ValueError if a text holds half of a character (a lone surrogate), which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half of a character at place {error.start}: it is no valid text.") from error
 
 
 def read_documents(
@@ -90,19 +96,6 @@ def read_documents(
     if not documents:
         raise ValueError(f"{path} holds no text of at least two tokens.")
     return documents
-
-
-def padded(documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Token ids [B, T] int64, padded on the right with 0, and the attention mask [B, T] that tells the padding.
-
-    Example:
-        >>> padded([[5, 6, 7], [8]])["input_ids"].tolist()
-        [[5, 6, 7], [8, 0, 0]]
-    """
-    width = max(map(len, documents))
-    ids = torch.tensor([[*document, *[0] * (width - len(document))] for document in documents])
-    lengths = torch.tensor([len(document) for document in documents])
-    return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
 def in_batches(documents: Sequence[Any], batch_size: int) -> list[Sequence[Any]]:

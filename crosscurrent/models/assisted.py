@@ -24,6 +24,7 @@ class AssistedDecoding(GenerationMixin):
         config = kwargs["generation_config"]
         _refuse_unsupported_assistance(input_ids, config, kwargs)
         cache: RecurrentCache = kwargs[CACHE_NAME]
+        was_recording = cache.records_past
         cache.activate_past_recording()
         if kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = torch.ones_like(input_ids)
@@ -36,7 +37,10 @@ class AssistedDecoding(GenerationMixin):
                     model_kwargs[name] = model_kwargs[name][..., :-1]
             transformers_own._prefill(input_ids[:, :-1], config, model_kwargs)
         kwargs["solver"] = Sequential()
-        return transformers_own._assisted_decoding(input_ids, *args, **kwargs)
+        output = transformers_own._assisted_decoding(input_ids, *args, **kwargs)
+        if not was_recording:
+            cache.deactivate_past_recording()
+        return output
 
     def _get_candidate_generator(  # type: ignore[override]
         self, *args: Any, input_ids: Tensor, assistant_model: Any = None, model_kwargs: dict[str, Any], **kwargs: Any
@@ -65,6 +69,10 @@ def _refuse_unsupported_assistance(input_ids: Tensor, generation_config: Any, kw
         raise ValueError(
             "assistant_early_exit is not supported: a model cut off after a few layers has no recurrent range. Give an "
             "assistant_model, or prompt_lookup_num_tokens."
+        )
+    if generation_config.guidance_scale not in (None, 1):
+        raise ValueError(
+            "guidance_scale is not supported in assisted decoding: its own cache would keep rejected drafts."
         )
     if kwargs[CACHE_NAME].num_places is not None:
         raise ValueError("assisted decoding needs a cache that grows: leave out cache_implementation.")

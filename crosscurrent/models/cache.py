@@ -64,7 +64,7 @@ class RecurrentCache(DynamicCache):
         """Take over what a call leaves behind."""
         self.state, self.key_labels, self.is_plain = solution.state, key_labels, is_plain
         if solution.registers is not None:
-            known = before.register.detach()[:, None] if self.registers is None else self.registers
+            known = before.register[:, None] if self.registers is None else self.registers
             self.registers = torch.cat([known, solution.registers], dim=1)
 
     def activate_past_recording(self) -> None:
@@ -73,8 +73,12 @@ class RecurrentCache(DynamicCache):
         Raises:
             ValueError: a sliding window has dropped entries already that taking back tokens would need.
         """
-        self.records_past = True
         self.layers = [_without_window(layer) for layer in self.layers]
+        self.records_past = True
+
+    def deactivate_past_recording(self) -> None:
+        """Forget what was kept to take back tokens, and keep no more of it."""
+        self.records_past, self.registers = False, None
 
     @property
     def is_croppable(self) -> bool:
@@ -95,13 +99,18 @@ class RecurrentCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies of a row side by side."""
-        super().batch_repeat_interleave(repeats)
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._map_all_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows ([N] integer or [B] boolean)."""
-        super().batch_select_indices(indices)
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
+        self._map_all_rows(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def _map_all_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = change(layer.keys), change(layer.values)
+        self._map_rows(change)
 
     def detach(self) -> "RecurrentCache":
         """The same tokens without gradient history, for training that goes on from them but not back through them.
@@ -111,7 +120,7 @@ class RecurrentCache(DynamicCache):
         """
         detached = self.branch()
         detached.layers = [detach_layer(layer) for layer in self.layers]
-        detached.state = None if self.state is None else self.state.map(Tensor.detach)
+        detached._map_rows(Tensor.detach)
         return detached
 
     def reset(self) -> None:
@@ -124,13 +133,14 @@ class RecurrentCache(DynamicCache):
         """Take back tokens: the cache is then what it was before them, exactly.
 
         Args:
-            max_length: how many columns to keep; a negative number: how many to take back. 0 takes back nothing.
+            max_length: how many columns to keep; a negative number: how many to take back (at most all). 0 takes back
+                nothing.
 
         Raises:
             ValueError: the registers of those tokens were not kept.
         """
         num_columns = 0 if self.key_labels is None else self.key_labels.shape[1]
-        num_removed = -max_length if max_length <= 0 else max(num_columns - max_length, 0)
+        num_removed = min(-max_length, num_columns) if max_length <= 0 else max(num_columns - max_length, 0)
         if num_removed == 0:
             return
         num_recorded = 0 if self.registers is None else self.registers.shape[1] - 1
@@ -230,7 +240,7 @@ def branch_layer(layer: Any) -> Any:
 
 def detach_layer(layer: Any) -> Any:
     """A copy of a cache layer whose keys and values carry no gradient history."""
-    detached = copy.copy(layer)
+    detached = branch_layer(layer)
     for name in ("keys", "values"):
         entries = getattr(layer, name)
         if isinstance(entries, torch.Tensor):

@@ -68,6 +68,9 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             ValueError: a prompt is all padding, the cache is of the wrong kind, or a way of decoding was asked for
                 that is not supported.
         """
+        for name in ("cache", "past_key_values"):  # either name, whichever this version of transformers has
+            if name in kwargs:
+                kwargs[CACHE_NAME] = kwargs.pop(name)
         if kwargs.get("segment_ids") is not None:
             raise ValueError("segment_ids cannot be generated from: give each document as a row of its own.")
         if recurrent_mask is not None and prompt_recurrence is not None:
@@ -80,7 +83,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         refuse_empty_prompts(prompt, kwargs.get("attention_mask"))
         is_assistant = getattr(kwargs.get("generation_config"), "is_assistant", False)
         if prompt is not None and not is_assistant:
-            check_prompt(prompt, recurrent_mask, kwargs.get("cache", kwargs.get("past_key_values")))
+            check_prompt(prompt, recurrent_mask, kwargs.get(CACHE_NAME))
         if prompt_recurrence is None:
             prompt_recurrence = getattr(self.config, "prompt_recurrence", True)
         if recurrent_mask is None and not prompt_recurrence and prompt is not None and not is_assistant:
@@ -144,7 +147,8 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             refuse_settings_of_healed_prompts(model_kwargs)
         given = as_recurrent_cache(model_kwargs.get(CACHE_NAME), self.cache_class)
         if generation_config.prefill_chunk_size is not None:
-            refuse_chunks(model_kwargs.get("inputs_embeds") is not None, given)
+            has_embeds = model_kwargs.get("inputs_embeds") is not None
+            refuse_chunks(generation_config.prefill_chunk_size, has_embeds, given)
         if given is not None:
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             given = _for_rows(given, batch_size, copies)

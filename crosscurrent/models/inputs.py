@@ -37,7 +37,7 @@ def check_token_ids(input_ids: Tensor | None, inputs_embeds: Tensor | None, voca
     if input_ids is not None and not torch.compiler.is_compiling():  # compiled code must not look into tensors
         if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids has dtype {input_ids.dtype}: an integer dtype is needed.")
-        low, high = (int(value) for value in input_ids.aminmax())
+        low, high = torch.stack(input_ids.aminmax()).tolist()
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"input_ids holds {low if low < 0 else high}: allowed are 0 to {vocab_size - 1} (vocab_size={vocab_size}). "

@@ -1,5 +1,6 @@
 """The README.md that goes with a saved model, so that whoever finds it knows what it is and how to load it."""
 
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from crosscurrent.models.base import hub_id, shareable_name
+from crosscurrent.models.base import hub_id
 from crosscurrent.recurrence import as_solver
 from crosscurrent.version import __version__
 
@@ -54,7 +55,7 @@ def model_card(model: PreTrainedModel, command: str | None = None, tags: Sequenc
     """
     config: Any = model.config
     base_config = config.__dict__.get("base_config")
-    base = None if base_config is None else shareable_name(base_config.name_or_path or "")
+    base = None if base_config is None else config.base_name
     data = ModelCardData(
         library_name="crosscurrent",
         pipeline_tag="text-generation",
@@ -64,7 +65,7 @@ def model_card(model: PreTrainedModel, command: str | None = None, tags: Sequenc
     if command:
         made = f"```bash\n{_plain(command, longest=2000)}\n```"
     else:
-        made = f"Before any training:\n\n```python\n{_call(model)}\n```"
+        made = f"A model of its kind, before any training:\n\n```python\n{_call(model)}\n```"
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(model, base).items())
     sections = (
         f"# {_title(model, base)}",
@@ -117,6 +118,8 @@ def _facts(model: PreTrainedModel, base: str | None) -> dict[str, str]:
 
 def _call(model: PreTrainedModel) -> str:
     """The call that makes such a model, with all settings that are not the defaults."""
+    from crosscurrent.models.t2mlr import retrofit
+
     config: Any = model.config
     changed = _changed_settings(config)
     solver = changed.pop("solver", None)
@@ -124,6 +127,9 @@ def _call(model: PreTrainedModel) -> str:
     if solver is not None:
         words.append(f"solver=crosscurrent.{as_solver(solver)}")
     if "base_config" in config.__dict__:
+        if changed.keys() - inspect.signature(retrofit).parameters.keys():  # as in the authors' checkpoints
+            settings = ", ".join(["base_config=base.config", *words])
+            return f"crosscurrent.T2MLRForCausalLM(crosscurrent.T2MLRConfig({settings}))"
         return f"crosscurrent.retrofit(base, {', '.join(words)})"
     name = type(config).__name__
     return f"crosscurrent.{type(model).__name__}(crosscurrent.{name}({', '.join(words)}))"

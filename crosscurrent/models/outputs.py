@@ -46,33 +46,35 @@ def causal_lm_loss(
             f"labels has shape {tuple(labels.shape)} and the logits cover {tuple(logits.shape[:2])}: they must agree (with "
             "labels, leave logits_to_keep at 0)."
         )
-    outside = (labels != IGNORED) & ((labels < 0) | (labels >= logits.shape[-1]))
-    if bool(outside.any()):
-        raise ValueError(
-            f"labels holds {int(labels[outside][0])}: allowed are 0 to {logits.shape[-1] - 1}, and {IGNORED} to leave out."
-        )
     if not logits.is_floating_point() or logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     labels = labels.to(logits.device)
     targets = next_labels(labels, token_labels)
-    _warn_of_labels_without_effect(labels, targets, token_labels, num_items_in_batch is not None)
+    _check_labels(labels, targets, token_labels, logits.shape[-1], num_items_in_batch is not None)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     count = num_items_in_batch if num_items_in_batch is not None else (targets != IGNORED).sum()
     count = torch.as_tensor(count, device=total.device)
     return total / count.clamp(min=1)
 
 
-def _warn_of_labels_without_effect(labels: Tensor, targets: Tensor, token_labels: Tensor, were_counted: bool) -> None:
-    """Say, once each, what a loss does not show: rows that teach nothing, and labels counted in vain."""
-    is_real = token_labels != PADDING
+def _check_labels(labels: Tensor, targets: Tensor, token_labels: Tensor, vocab_size: int, were_counted: bool) -> None:
+    """Refuse labels outside the vocabulary; tell of rows that teach nothing and of labels that are counted in vain."""
+    outside = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
     num_counted, num_used = (labels[:, 1:] != IGNORED).sum(dim=1), (targets != IGNORED).sum(dim=1)
-    if bool((is_real.any(dim=1) & (num_used == 0)).any()):
+    teaches_nothing = (token_labels != PADDING).any(dim=1) & (num_used == 0)
+    facts = torch.stack([outside.any(), teaches_nothing.any(), (num_counted > num_used).any()])
+    is_outside, is_idle, is_in_vain = facts.tolist()  # the device is waited for once
+    if is_outside:
+        raise ValueError(
+            f"labels holds {int(labels[outside][0])}: allowed are 0 to {vocab_size - 1}, and {IGNORED} to leave out."
+        )
+    if is_idle:
         warnings.warn(
             f"a row has no label that counts (all are {IGNORED}, or it is one token long): it adds nothing to the loss. Was "
             "an answer cut off by a maximum length? Drop such rows, or allow longer ones.",
             stacklevel=3,
         )
-    if were_counted and bool((num_counted > num_used).any()):
+    if were_counted and is_in_vain:
         warnings.warn(
             "first tokens of documents, or padding, have labels. Nothing predicts them, yet Trainer counts them in the "
             "number that it divides the loss by, so that the loss comes out too small by their share. Give them the label "

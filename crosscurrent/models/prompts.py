@@ -24,7 +24,9 @@ def check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> N
             )
 
 
-def refuse_chunks(prompt_is_embeddings: bool, cache: RecurrentCache | None) -> None:
+def refuse_chunks(chunk_size: int, prompt_is_embeddings: bool, cache: RecurrentCache | None) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"prefill_chunk_size={chunk_size} is not allowed: give at least 1.")
     if prompt_is_embeddings:
         raise ValueError("prefill_chunk_size with inputs_embeds is not supported: transformers cuts token ids only.")
     if CACHE_NAME != "cache" and cache is not None and cache.key_labels is not None:

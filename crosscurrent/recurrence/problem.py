@@ -99,7 +99,7 @@ class Problem:
 
     def registers(self, states: Tensor) -> Tensor | None:
         """[B, T, D] the register after each column, if they are to be kept, from the columns' states [B, T, D]."""
-        return self.pick(self.plan.source_after, states).detach() if self.keeps_registers else None
+        return self.pick(self.plan.source_after, states) if self.keeps_registers else None
 
 
 @dataclass(frozen=True)

@@ -42,18 +42,25 @@ class StopOnNonFinite(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         self._remove_hooks()
-        self._step = state.global_step + 1
         names = _nonfinite_weights(model)
         if names:
-            raise NonFiniteError(f"before step {self._step} weights are not finite: {list_names(names, _SHOWN)}.")
+            raise NonFiniteError(
+                f"before step {state.global_step + 1} weights are not finite: {list_names(names, _SHOWN)}."
+            )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Hooks are there for a step only, so that none stay behind when something else ends the training."""
+        self._remove_hooks()
+        self._step = state.global_step + 1
         self._hooks.append(model.register_forward_hook(self._check_loss))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._noting(name)))
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._step = state.global_step + 1
-        self._finite.clear()
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._remove_hooks()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any

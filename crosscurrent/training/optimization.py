@@ -1,5 +1,6 @@
 """A learning rate of its own for the fusion: new weights beside pretrained ones."""
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -72,9 +73,10 @@ def optimizer_for(model: nn.Module, args: TrainingArguments, fusion_learning_rat
 
 
 def _check_rate(fusion_learning_rate: float) -> None:
-    if not fusion_learning_rate > 0:
+    is_number = isinstance(fusion_learning_rate, int | float) and not isinstance(fusion_learning_rate, bool)
+    if not is_number or not 0 < fusion_learning_rate <= sys.float_info.max:
         raise ValueError(
-            f"fusion_learning_rate={fusion_learning_rate} is not allowed: give a positive number, or freeze the fusion."
+            f"fusion_learning_rate={fusion_learning_rate!r} is not allowed: give a positive number, or freeze the fusion."
         )
 
 

@@ -32,6 +32,8 @@ class Steps:
 
     def __post_init__(self) -> None:
         starts = [start for start, _ in self.points]
+        if any(type(start) is not int for start in starts):
+            raise ValueError(f"the steps {starts} are not allowed: they are integers.")
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
             raise ValueError(f"the steps {starts} are not allowed: they start at 0 and rise.")
 
@@ -63,8 +65,8 @@ class Ramp:
     num_steps: int
 
     def __post_init__(self) -> None:
-        if not self.num_steps >= 1:
-            raise ValueError(f"num_steps={self.num_steps} is not allowed: give at least 1.")
+        if type(self.num_steps) is not int or self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps!r} is not allowed: give an integer of at least 1.")
         if not math.isfinite(self.last - self.first):
             raise ValueError(f"a ramp from {self.first} to {self.last} is not allowed: give finite numbers.")
 

@@ -1,5 +1,6 @@
 """What lies below the head of a retrofitted model, for code that calls it by itself."""
 
+import threading
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,13 @@ class RecurrentBackbone:
                 "crosscurrent.training.answers.recur_on_answers(trainer.model). Or set config.prompt_recurrence=True."
             )
         outputs: list[Any] = []
-        hook = self._module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        own = threading.get_ident()  # others may run the same module meanwhile
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            if threading.get_ident() == own:
+                outputs.append(output)
+
+        hook = self._module.register_forward_hook(keep)
         try:
             # The class's forward: the instance's may have been replaced by one that calls this.
             whole = type(self._model).forward(

@@ -1,5 +1,6 @@
 """Configuration of a retrofitted model."""
 
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -26,8 +27,8 @@ class T2MLRConfig(PreTrainedConfig):
         state_eps: epsilon of the cache update's norm. None: that of the base's norms.
         gates_read: "state": the gates see R itself, as in the paper; "projected_state": W_rec R, as in the authors' code.
         state_bound: None: the cache update ends in an RMSNorm, as in the paper. A number, 5.0 in the authors' code: it
-            brings the state to unit RMS by a constant factor between 1 / state_bound and state_bound, without a learned
-            weight, and only where R was read (see `BoundedSum`).
+            brings the state to unit RMS by a factor between 1 / state_bound and state_bound, which the gradient takes for a
+            constant, without a learned weight, and only where R was read (see `BoundedSum`).
         residual_weight: of R_{t-1} in the cache update, if there is a state_bound.
         solver: what `forward` uses unless told otherwise, as `cc.Jacobi(...)`, `cc.Sequential(...)`, or a dictionary
             `{"name": "jacobi", "iterations": 16, ...}`.
@@ -92,9 +93,16 @@ class T2MLRConfig(PreTrainedConfig):
         """As in transformers. Of a base that was a local folder only the folder's name is kept."""
         settings: dict[str, Any] = super().to_dict()
         base = settings.get("base_config")
+        was_local = settings.pop("_base_was_local", False)
         if isinstance(base, dict) and base.get("_name_or_path"):
-            base["_name_or_path"] = shareable_name(base["_name_or_path"])
+            name = shareable_name(base["_name_or_path"])
+            base["_name_or_path"] = Path(name).name if was_local else name
         return settings
+
+    @property
+    def base_name(self) -> str:
+        """The base's id on the hub, or the name of the folder that it was loaded from; empty if it has neither."""
+        return self.to_dict()["base_config"].get("_name_or_path") or ""
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = self.__dict__.get("base_config")

@@ -11,7 +11,7 @@ Shapes: B rows, T tokens of this call, D hidden_size, K keys that a layer sees.
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -157,7 +157,8 @@ class LayerRange:
         past = self._map_layers(past, branch_layer)
         if columns.indices(self.calls[0].num_tokens)[0] == 0:
             self._repeat_randomness(z.device)
-        self.run_lengths.append(z.shape[1])
+        if not torch.compiler.is_compiling():  # a list that grows would have every pass compiled anew
+            self.run_lengths.append(z.shape[1])
         for call in self.calls:
             z = call.run(z, columns, past)
         return z, past
@@ -216,8 +217,13 @@ class LayerLoop:
             for index, layer in enumerate(layers._modules.values())
         ]
 
-    def active(self) -> AbstractContextManager[None]:
-        return _activated(self)
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        try:
+            with _activated(self):
+                yield
+        finally:
+            self.stand_ins.clear()  # they and the loop hold each other, and with them all that the call has computed
 
 
 @contextmanager

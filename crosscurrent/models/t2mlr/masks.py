@@ -16,12 +16,15 @@ class DocumentMask:
         key_labels: [B, P + T] document of every token so far.
         num_tokens: T, those of this call.
         attn_implementation: of the base model.
+        num_places: how many keys a static cache has room for; None: the cache grows.
 
     Raises:
         ValueError: rows hold several documents and the attention takes no masks (flash attention).
     """
 
-    def __init__(self, key_labels: Tensor, num_tokens: int, attn_implementation: str | None):
+    def __init__(
+        self, key_labels: Tensor, num_tokens: int, attn_implementation: str | None, num_places: int | None = None
+    ):
         self.applies = attn_implementation in ("sdpa", "eager", None)
         if not self.applies and bool((key_labels.amax(dim=1) != _lowest_document(key_labels)).any()):
             raise ValueError(
@@ -33,8 +36,9 @@ class DocumentMask:
         columns = torch.arange(num_keys, device=key_labels.device)
         rows = columns[-num_tokens:, None]
         same = (query_labels == key_labels[:, None, :]) & (query_labels != PADDING) & (columns <= rows)
-        self.itself = (columns == rows)[None, None]
-        self.allowed = same[:, None] | self.itself  # [B, 1, T, P + T]
+        width = num_keys if num_places is None else num_places
+        itself = (columns == rows)[None, None]
+        self.itself, self.allowed = _fitted(itself, width), _fitted(same[:, None] | itself, width)  # [B, 1, T, P + T]
         self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, mask: Any) -> Any:

@@ -306,7 +306,8 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             return None
         if getattr(self.config.get_text_config(), "sliding_window", None) is not None:
             refuse_padding_inside_documents(call.key_labels)
-        return DocumentMask(call.key_labels, call.plan.num_tokens, self.config._attn_implementation)
+        num_places = None if call.branch is None else call.branch.num_places
+        return DocumentMask(call.key_labels, call.plan.num_tokens, self.config._attn_implementation, num_places)
 
     def _base_inputs(self, call: Call, position_ids: Tensor | None) -> dict[str, Any]:
         """Masks and positions for the base model: none where it would make the same itself."""

@@ -42,7 +42,7 @@ class RangeRun:
         if recorded is None:
             return None
         start, width = self.model.config.layer_start, len(self.core.calls)
-        runs = self.core.run_lengths
+        runs = self._run_lengths("output_hidden_states")
         first = start + 1
         after = first + width * len(runs)
         groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
@@ -60,10 +60,15 @@ class RangeRun:
             before = (self.inputs,)
         return (*before, *in_range, *recorded[after:])
 
+    def _run_lengths(self, asked_for: str) -> list[int]:
+        if not self.core.run_lengths:
+            raise ValueError(f"{asked_for} is not supported in compiled code: call the model that is not compiled.")
+        return self.core.run_lengths
+
     def checked_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         if not recorded:
             return recorded
-        start, width, runs = self.model.config.layer_start, len(self.core.calls), self.core.run_lengths
+        start, width, runs = self.model.config.layer_start, len(self.core.calls), self._run_lengths("output_attentions")
         if runs[-1] != self.call.plan.num_tokens:
             raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
         return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.t2mlr.configuration_t2mlr import T2MLRConfig
@@ -44,6 +44,18 @@ _REQUIRED = {
     "recurrent_weight": 1.0,
     "t2mlr_enabled": True,
 }
+_NEEDED: dict[str, Any] = {
+    "base_config": dict,
+    "base_model_type": str,
+    "l_start": int,
+    "l_end": int,
+    "batch_forward_approximate_depth": int,
+    "batch_backward_approximate_depth": int,
+    "recurrent_residual_to_recurrent_cache_detach": bool,
+    "recurrent_residual_to_recurrent_cache_weight": int | float,
+    "recurrent_residual_to_recurrent_cache_post_norm_eps": int | float,
+    "recurrent_residual_to_recurrent_cache_post_norm_clamp": int | float,
+}
 _REQUIRED_OF_MIXING = {"use_rezero_residual": True, "rezero_gamma_scalar": True}
 
 
@@ -52,6 +64,7 @@ def load_released(cls: Any, source: str | Path, **settings: Any) -> Any:
     loading = {name: settings.pop(name) for name in ("dtype", "device_map") if name in settings}
     folder = _folder(str(source), settings.pop("revision", None))
     config = _config(folder, settings)
+    loading.setdefault("dtype", config.dtype or "auto")
     model, info = cls.from_pretrained(
         None, config=config, state_dict=_renamed(_weights(folder)), output_loading_info=True, **loading
     )
@@ -59,6 +72,11 @@ def load_released(cls: Any, source: str | Path, **settings: Any) -> Any:
         raise CheckpointError(
             f"{source} holds weights of no known place: {', '.join(sorted(info['unexpected_keys']))}."
         )
+    missing = sorted(name for name in info["missing_keys"] if name.startswith("fusion."))
+    if missing:
+        raise CheckpointError(f"{source}: weights are missing: {', '.join(missing)}. The checkpoint is incomplete.")
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = model.name_or_path = folder.name if Path(source).exists() else str(source)
     return model
 
@@ -74,15 +92,15 @@ def _folder(source: str, revision: str | None) -> Path:
 
 def _config(folder: Path, settings: dict[str, Any]) -> T2MLRConfig:
     path = folder / "config.json"
-    try:
-        released = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    released = _read_json(path)
     if released.get("model_type") != MODEL_TYPE:
         raise ValueError(
             f"{path} is of a {released.get('model_type')!r} model, not of the released code's {MODEL_TYPE!r}: load it with "
             "from_pretrained."
         )
+    lacking = sorted(name for name, kind in _NEEDED.items() if not isinstance(released.get(name), kind))
+    if lacking:
+        raise CheckpointError(f"{path}: {', '.join(lacking)} are missing or of the wrong kind. The file is damaged.")
     _refuse_without_counterpart(released, path)
     residual = "recurrent_residual_to_recurrent_cache"
     depth = released["batch_forward_approximate_depth"]
@@ -99,6 +117,7 @@ def _config(folder: Path, settings: dict[str, Any]) -> T2MLRConfig:
         "residual_weight": released[f"{residual}_weight"],
         "gates_read": "projected_state",
         "solver": Jacobi(iterations=depth, backward_iterations=with_gradient),
+        "dtype": released.get("dtype"),
     }
     return T2MLRConfig(**(found | settings))
 
@@ -108,7 +127,18 @@ def _base_config(released: dict[str, Any]) -> dict[str, Any]:
     defaults = PreTrainedConfig().to_dict()
     base = dict(released["base_config"])
     kept = {name: value for name, value in base.items() if name not in defaults or name.endswith("_token_id")}
-    return kept | {"model_type": released["base_model_type"], "tie_word_embeddings": base["tie_word_embeddings"]}
+    tied = base.get("tie_word_embeddings", True)
+    return kept | {"model_type": released["base_model_type"], "tie_word_embeddings": tied}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object. The file is damaged.")
+    return found
 
 
 def _refuse_without_counterpart(released: dict[str, Any], path: Path) -> None:
@@ -135,8 +165,9 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [folder / "model.safetensors"]
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    weight_map = _read_json(index).get("weight_map")
+    names: set[Any] = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
+    strange = [n for n in names if not isinstance(n, str) or Path(n).name != n or not n.endswith(".safetensors")]
     if strange:
         raise CheckpointError(f"{index} names {strange[0]!r}, which is no .safetensors file beside it.")
     return [folder / name for name in sorted(names)]

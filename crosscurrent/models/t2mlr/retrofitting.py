@@ -1,6 +1,7 @@
 """Makes a recurrent model of a pretrained one."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ def retrofit(
         state_dtype=state_dtype,
     )
     config.dtype = base.config.dtype
+    base_name = base.config.name_or_path or ""
+    config._base_was_local = bool(base_name) and Path(base_name).exists()  # known only now: a path may look like an id
     model = object.__new__(class_for(type(base)))
     model.__dict__ = {
         name: copy.copy(value) if isinstance(value, dict | set) else value for name, value in base.__dict__.items()
