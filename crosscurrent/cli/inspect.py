@@ -55,8 +55,8 @@ def inspect(
 
 
 def _read(file: Path | None) -> str:
+    from crosscurrent.data.texts import refuse_other_encodings
+
     assert file is not None
-    try:
+    with refuse_other_encodings(file):
         return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosscurrent.models.inputs import document_labels, real_tokens
+from crosscurrent.models.inputs import documents_of_batch
 from crosscurrent.models.outputs import IGNORED
 from crosscurrent.recurrence import PADDING
 
@@ -45,9 +45,8 @@ class PredictableLabels:
 
 def _is_predicted(batch: Any) -> Tensor:
     """[B, T] bool, the tokens with an earlier one of their document in the row."""
-    labels, mask = batch["labels"], batch.get("attention_mask")
-    is_real = real_tokens(mask, tuple(labels.shape), None, labels.device)
-    positions = batch.get("position_ids") if mask is None else None
-    documents = document_labels(batch.get("segment_ids"), positions, is_real, torch.full(labels.shape[:1], PADDING))
+    labels = batch["labels"]
+    given = (batch.get(name) for name in ("attention_mask", "segment_ids", "position_ids"))
+    documents = documents_of_batch(tuple(labels.shape), labels.device, *given)
     before = torch.cat([torch.full_like(documents[:, :1], PADDING), documents[:, :-1]], dim=1).cummax(dim=1).values
-    return is_real & (before == documents)
+    return (documents != PADDING) & (before == documents)

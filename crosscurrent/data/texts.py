@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"{path} is neither a .txt file (one text) nor a .jsonl file (one JSON object per line).")
-    try:
+    with refuse_other_encodings(path):
         if path.suffix == ".txt":
             yield path.read_text(encoding="utf-8-sig")
             return
@@ -38,6 +39,13 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _text_of_line(line, field, f"{path}, line {number}")
+
+
+@contextmanager
+def refuse_other_encodings(path: Path) -> Iterator[None]:
+    """Raise ValueError if what is read of a file proves not to be UTF-8."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from crosscurrent.models.generation import RecurrentCausalLM
-from crosscurrent.models.inputs import check_token_ids, document_labels, read_mask, real_tokens
-from crosscurrent.recurrence import PADDING
+from crosscurrent.models.inputs import check_token_ids, documents_of_batch, read_mask
 
 Batch = Tensor | Mapping[str, Any]
 
@@ -56,14 +55,8 @@ def read_inputs(model: RecurrentCausalLM, batch: Batch) -> tuple[dict[str, Tenso
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     shape = check_token_ids(ids, None, model.config.get_text_config().vocab_size)
     positions = inputs.pop("position_ids", None)
-    is_real = real_tokens(mask, shape, None, ids.device)
     read_mask("recurrent_mask", inputs.get("recurrent_mask"), shape, ids.device)
-    labels = document_labels(
-        inputs.get("segment_ids"),
-        positions if mask is None else None,
-        is_real,
-        torch.full(shape[:1], PADDING, device=ids.device),
-    )
+    labels = documents_of_batch(shape, ids.device, mask, inputs.get("segment_ids"), positions)
     if positions is not None and bool((labels > 0).any()):
         inputs["segment_ids"] = labels  # says the same, also where a call continues from a cache
     return inputs, labels

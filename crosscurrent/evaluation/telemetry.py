@@ -20,7 +20,7 @@ from crosscurrent.evaluation.probing import Batch, at_least_float32, read_inputs
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
 from crosscurrent.models.wrapped import recurrent_model
-from crosscurrent.recurrence import PADDING, BoundedSum, GatedFusion, NormalizedSum, Sequential
+from crosscurrent.recurrence import PADDING, BoundedSum, GatedFusion, NormalizedSum, Sequential, Solver
 
 # Where a model keeps the norm before its output matrix, for the bases that keep their layers in a known place.
 FINAL_NORMS = ("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm", "model.decoder.final_layer_norm")
@@ -377,7 +377,7 @@ def measure_recurrence(model: Any, batch: Batch, horizon: int = 32) -> Telemetry
         stream_norm=_mean(found.stream_norm, has_predecessor),
         state_norm=_mean(found.state_norm, has_predecessor),
         change=_mean(found.change, found.fused),
-        residuals=_residuals(inner, batch),
+        residuals=residuals(inner, batch),
         memory=effective_memory(inner, batch, horizon=horizon),
     )
 
@@ -386,10 +386,11 @@ def _mean(values: Tensor, chosen: Tensor) -> float:
     return values[chosen].mean().item() if bool(chosen.any()) else 0.0
 
 
-def _residuals(model: T2MLRForCausalLM, batch: Batch) -> tuple[float, ...]:
+def residuals(model: T2MLRForCausalLM, batch: Batch, solver: Solver | None = None) -> tuple[float, ...]:
+    """Relative change of the states in each iteration of a solver, by default of the model's own."""
     inputs, _ = read_inputs(model, batch)
     with undisturbed(model):
-        report = model(**inputs, use_cache=False, return_dict=True, logits_to_keep=1).solver_report
+        report = model(**inputs, solver=solver, use_cache=False, return_dict=True, logits_to_keep=1).solver_report
     return tuple(report.residuals.tolist())
 
 

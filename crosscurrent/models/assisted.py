@@ -28,8 +28,7 @@ class AssistedDecoding(GenerationMixin):
         cache.activate_past_recording()
         if kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = torch.ones_like(input_ids)
-        num_held = 0 if cache.key_labels is None else cache.key_labels.shape[1]
-        if input_ids.shape[1] - 1 > num_held:
+        if input_ids.shape[1] - 1 > cache.num_columns:
             own = inspect.signature(GenerationMixin._assisted_decoding).parameters
             model_kwargs = {name: value for name, value in kwargs.items() if name not in own}
             for name in ("attention_mask", "position_ids"):

@@ -47,6 +47,11 @@ class RecurrentCache(DynamicCache):
         self.records_past = False
         self.registers: Tensor | None = None
 
+    @property
+    def num_columns(self) -> int:
+        """How many tokens of each row it holds, padding included."""
+        return 0 if self.key_labels is None else self.key_labels.shape[1]
+
     def branch(self) -> "RecurrentCache":
         """A cache that can be written to without changing this one. Tensors are shared."""
         branch = copy.copy(self)
@@ -139,8 +144,7 @@ class RecurrentCache(DynamicCache):
         Raises:
             ValueError: the registers of those tokens were not kept.
         """
-        num_columns = 0 if self.key_labels is None else self.key_labels.shape[1]
-        num_removed = min(-max_length, num_columns) if max_length <= 0 else max(num_columns - max_length, 0)
+        num_removed = min(-max_length, self.num_columns) if max_length <= 0 else max(self.num_columns - max_length, 0)
         if num_removed == 0:
             return
         num_recorded = 0 if self.registers is None else self.registers.shape[1] - 1

@@ -137,11 +137,10 @@ def _check_static(cache: RecurrentCache, num_new: int, is_training: bool) -> Non
         raise ValueError(
             "a cache with max_cache_len is overwritten in place, which gradients do not survive: use another."
         )
-    num_held = 0 if cache.key_labels is None else cache.key_labels.shape[1]
-    if num_held + num_new > cache.num_places:
+    if cache.num_columns + num_new > cache.num_places:
         raise ValueError(
-            f"the cache has room for {cache.num_places} tokens, holds {num_held} and is to take {num_new} more: make a "
-            "larger one (model.new_cache(max_cache_len=...))."
+            f"the cache has room for {cache.num_places} tokens, holds {cache.num_columns} and is to take {num_new} more: "
+            "make a larger one (model.new_cache(max_cache_len=...))."
         )
 
 

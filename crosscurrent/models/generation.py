@@ -118,7 +118,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             ids, embeds = model_inputs.get("input_ids"), model_inputs.get("inputs_embeds")
             num_new = (ids if ids is not None else embeds).shape[1]  # type: ignore[union-attr]
             cache = model_inputs.get(CACHE_NAME)
-            start = 0 if cache is None or cache.key_labels is None else cache.key_labels.shape[1]
+            start = 0 if cache is None else cache.num_columns
             num_generated = max(start + num_new - mask.shape[1], 0)  # tokens after the prompt are recurrent
             mask = torch.cat([mask != 0, mask.new_ones(mask.shape[0], num_generated, dtype=torch.bool)], dim=1)
             model_inputs["recurrent_mask"] = mask[:, start : start + num_new]
@@ -202,7 +202,7 @@ def _for_rows(cache: RecurrentCache, num_prompts: int, copies: int) -> Recurrent
 
 def _num_new_tokens(input_ids: Tensor, attention_mask: Tensor | None, cache: RecurrentCache | None) -> int | None:
     """How many of a whole sequence's tokens the cache does not hold yet; None if all, or if it is no whole sequence."""
-    if cache is None or cache.key_labels is None or attention_mask is None or attention_mask.dim() != 2:
+    if cache is None or cache.num_columns == 0 or attention_mask is None or attention_mask.dim() != 2:
         return None
-    is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.key_labels.shape[1]
-    return input_ids.shape[1] - cache.key_labels.shape[1] if is_whole else None
+    is_whole = attention_mask.shape[1] == input_ids.shape[1] > cache.num_columns
+    return input_ids.shape[1] - cache.num_columns if is_whole else None

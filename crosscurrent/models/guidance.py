@@ -28,7 +28,7 @@ class UnconditionalModel:
         if self.num_prompt_tokens is None:
             self.num_prompt_tokens = input_ids.shape[1]
         num_new, cache = input_ids.shape[1], kwargs.get(CACHE_NAME)
-        start = 0 if cache is None else cache.key_labels.shape[1]
+        start = 0 if cache is None else cache.num_columns
         columns = torch.arange(start, start + num_new, device=input_ids.device)
         recurrent = (columns >= self.num_prompt_tokens) | self.prompt_recurrence
         return self.model(input_ids, recurrent_mask=recurrent.expand_as(input_ids), solver=self.solver, **kwargs)

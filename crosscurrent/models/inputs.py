@@ -124,6 +124,25 @@ def document_labels(
     return labels
 
 
+def documents_of_batch(
+    shape: tuple[int, int],
+    device: torch.device,
+    attention_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """[B, T] the document of each token of a batch that continues nothing, PADDING where there is no real token.
+
+    As in `forward`, position_ids tell documents only if there is no attention mask.
+
+    Raises:
+        ValueError: as `real_tokens` and `document_labels`.
+    """
+    is_real = real_tokens(attention_mask, shape, None, device)
+    positions = position_ids if attention_mask is None else None
+    return document_labels(segment_ids, positions, is_real, torch.full(shape[:1], PADDING, device=device))
+
+
 def _segments_from_positions(position_ids: Tensor) -> Tensor | None:
     opens = torch.diff(position_ids, dim=-1, prepend=position_ids[..., :1] - 1) != 1
     return opens.cumsum(dim=-1) if bool(opens[..., 1:].any()) else None

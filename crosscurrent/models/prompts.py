@@ -14,14 +14,13 @@ def check_prompt(prompt: Tensor, recurrent_mask: Tensor | None, cache: Any) -> N
             f"recurrent_mask has shape {tuple(recurrent_mask.shape)}: it needs one value per token of the prompt, "
             f"{tuple(prompt.shape[:2])}."
         )
-    if isinstance(cache, RecurrentCache) and cache.key_labels is not None:
-        num_held = cache.key_labels.shape[1]
-        if prompt.dim() > 1 and prompt.shape[1] <= num_held:
-            raise ValueError(
-                f"the prompt has {prompt.shape[1]} tokens and the cache holds {num_held} already: give the whole sequence, "
-                "what the cache holds and at least one token more. `generate` extends the cache it is given: to start "
-                "several times from one, pass copy.deepcopy(cache)."
-            )
+    num_held = cache.num_columns if isinstance(cache, RecurrentCache) else 0
+    if prompt.dim() > 1 and prompt.shape[1] <= num_held:
+        raise ValueError(
+            f"the prompt has {prompt.shape[1]} tokens and the cache holds {num_held} already: give the whole sequence, what "
+            "the cache holds and at least one token more. `generate` extends the cache it is given: to start several times "
+            "from one, pass copy.deepcopy(cache)."
+        )
 
 
 def refuse_chunks(chunk_size: int, prompt_is_embeddings: bool, cache: RecurrentCache | None) -> None:

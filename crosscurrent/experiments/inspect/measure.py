@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from crosscurrent.evaluation.probing import refuse_too_long, undisturbed
+from crosscurrent.evaluation.probing import refuse_too_long
 from crosscurrent.evaluation.telemetry import (
     Memory,
     Trace,
     effective_memory,
     gate_openings,
     lens_logits,
+    residuals,
     t2mlr_model,
     trace,
 )
@@ -91,18 +92,12 @@ def inspect_text(
         was_cut=len(ids) < len(all_ids),
         trace=found,
         openings=gate_openings(inner),
-        residuals=_residuals(inner, row, len(ids) if iterations is None else iterations),
+        residuals=residuals(inner, row, Jacobi(len(ids) if iterations is None else iterations, 1)),
         memory=effective_memory(inner, row, position, HORIZON, num_directions=NUM_DIRECTIONS),
         memory_position=position,
         readings=_likeliest(tokenizer, lens_logits(inner, found.states[0]), NUM_READINGS),
         predictions=tuple(first for (first,) in likeliest),
     )
-
-
-def _residuals(model: Any, row: Tensor, iterations: int) -> tuple[float, ...]:
-    with undisturbed(model):
-        output = model(row, solver=Jacobi(iterations, 1), use_cache=False, return_dict=True, logits_to_keep=1)
-    return tuple(output.solver_report.residuals.tolist())
 
 
 def _likeliest(tokenizer: PreTrainedTokenizerBase, logits: Tensor, count: int) -> tuple[tuple[Reading, ...], ...]:
