@@ -32,6 +32,7 @@ class Case(NamedTuple):
     trains: str = "all"
     checkpointing: bool = False
     kept_in: str = "float64"
+    solver: str = "jacobi"
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -42,6 +43,7 @@ CASES = [
     *(Case("fsdp2", 16, trains, checkpointing) for trains in ("all", "fusion") for checkpointing in (False, True)),
     *(Case("fsdp2", 256, "all", checkpointing) for checkpointing in (False, True)),
     Case("fsdp2", kept_in="bfloat16"),
+    *(Case(wrapper, solver="sequential") for wrapper in ("ddp", "fsdp2")),
 ]
 
 
@@ -58,7 +60,7 @@ def build(case: Case) -> Any:
         max_position_embeddings=64,
     )
     base: Any = LlamaForCausalLM(config).to(getattr(torch, case.kept_in))
-    model = cc.retrofit(base, 1, 3, solver=cc.Jacobi(3, 2))
+    model = cc.retrofit(base, 1, 3, solver=cc.Jacobi(3, 2) if case.solver == "jacobi" else cc.Sequential())
     with torch.no_grad():
         model.fusion.current_scale.fill_(0.3)
         model.fusion.recurrent_scale.fill_(0.7)

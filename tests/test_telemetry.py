@@ -49,8 +49,10 @@ def test_trace_is_what_the_equations_say(exact_arithmetic: None) -> None:
     read = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
     fusion = model.fusion
     expected = {
-        "current_gate": torch.sigmoid(fusion.current_gate(entering, read)).mean(-1),
-        "recurrent_gate": torch.sigmoid(fusion.recurrent_gate(entering, read)).mean(-1),
+        "current_gate": torch.sigmoid(fusion.current_gate(fusion.current_gate.from_stream(entering), read)).mean(-1),
+        "recurrent_gate": torch.sigmoid(fusion.recurrent_gate(fusion.recurrent_gate.from_stream(entering), read)).mean(
+            -1
+        ),
         "stream_norm": entering.norm(dim=-1),
         "state_norm": read.norm(dim=-1),
         "change": (fusion(entering, read) - entering).norm(dim=-1) / entering.norm(dim=-1),

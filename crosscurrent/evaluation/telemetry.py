@@ -111,8 +111,10 @@ class _Recorder:
     def saw_gate(self, name: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
         self._met[name] = torch.sigmoid(at_least_float32(output)).mean(dim=-1)
 
-    def saw_fusion(self, _module: nn.Module, args: tuple[Tensor, Tensor], output: Tensor) -> None:
-        x, r = map(at_least_float32, args)
+    def saw_fusion(self, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if len(args) < 2 or args[1] is None:
+            return  # asked for what it makes of the stream alone
+        x, r = map(at_least_float32, args[:2])
         stream_norm = x.norm(dim=-1)
         self._met |= {"stream_norm": stream_norm, "state_norm": r.norm(dim=-1).expand_as(stream_norm)}
         self._met["change"] = (at_least_float32(output) - x).norm(dim=-1) / stream_norm

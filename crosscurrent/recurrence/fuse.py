@@ -8,13 +8,19 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from crosscurrent.recurrence.steps import apply_linear
+
 GatesRead = Literal["state", "projected_state"]
 
 
 class Fuse(Protocol):
-    """What a solver needs of a fusion: the mix itself and the state read where there is no predecessor."""
+    """What a solver needs of a fusion: the mix itself and the state read where there is no predecessor.
 
-    def __call__(self, x: Tensor, r: Tensor) -> Tensor: ...
+    Called without r it gives of_stream [B, T, N], what it makes of x alone, for all steps or passes to share. (It is called
+    for that, too, since wrappers that shard a module have its weights at hand only while it is called.)
+    """
+
+    def __call__(self, x: Tensor, r: Tensor | None = None, of_stream: Tensor | None = None) -> Tensor: ...
 
     def initial_state(self, batch_size: int) -> Tensor: ...
 
@@ -25,7 +31,8 @@ class PairLinear(nn.Module):
     Apart, one state can serve a whole chunk of tokens, and what depends on x alone need not be computed again.
 
     Example:
-        >>> PairLinear(hidden_size=8)(torch.randn(2, 3, 8), torch.randn(2, 1, 8)).shape
+        >>> linear = PairLinear(hidden_size=8)
+        >>> linear(linear.from_stream(torch.randn(2, 3, 8)), torch.randn(2, 1, 8)).shape
         torch.Size([2, 3, 8])
     """
 
@@ -34,8 +41,9 @@ class PairLinear(nn.Module):
         self.from_stream = nn.Linear(hidden_size, hidden_size, bias=False)
         self.from_state = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x: Tensor, r: Tensor) -> Tensor:
-        return self.from_stream(x) + self.from_state(r)
+    def forward(self, of_stream: Tensor, r: Tensor) -> Tensor:
+        """The sum, given `from_stream(x)` and r."""
+        return of_stream + apply_linear(self.from_state, r)
 
 
 class GatedFusion(nn.Module):
@@ -69,12 +77,17 @@ class GatedFusion(nn.Module):
         self.current_scale = nn.Parameter(torch.zeros(1))  # one number; FSDP cannot shard tensors without dimensions
         self.recurrent_scale = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+    def forward(self, x: Tensor, r: Tensor | None = None, of_stream: Tensor | None = None) -> Tensor:
+        if of_stream is None:
+            of_stream = torch.cat([self.current_gate.from_stream(x), self.recurrent_gate.from_stream(x)], dim=-1)
+        if r is None:
+            return of_stream
         r = r.to(x.dtype)  # the state may be kept in a wider type than the stream
-        projected = self.recurrent_projection(r)
+        projected = apply_linear(self.recurrent_projection, r)
         seen = projected if self.gates_read == "projected_state" else r
-        current = torch.sigmoid(self.current_gate(x, seen))
-        recurrent = torch.sigmoid(self.recurrent_gate(x, seen))
+        of_current, of_recurrent = of_stream.chunk(2, dim=-1)
+        current = torch.sigmoid(self.current_gate(of_current, seen))
+        recurrent = torch.sigmoid(self.recurrent_gate(of_recurrent, seen))
         kept = torch.tanh(self.current_scale) * current * x
         added = torch.tanh(self.recurrent_scale) * recurrent * projected
         return x + kept + added
@@ -119,10 +132,14 @@ class Merge(nn.Module):
         self.state_projection = nn.Linear(hidden_size, hidden_size, bias=False)
         self.start_state = nn.Parameter(torch.zeros(hidden_size))
 
-    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+    def forward(self, x: Tensor, r: Tensor | None = None, of_stream: Tensor | None = None) -> Tensor:
+        if of_stream is None:
+            of_stream = self.gate.from_stream(x)
+        if r is None:
+            return of_stream
         normalized = self.norm(r)
-        gate = torch.sigmoid(self.gate(x, normalized))
-        return x + self.feedback_scale * gate * self.state_projection(normalized)
+        gate = torch.sigmoid(self.gate(of_stream, normalized))
+        return x + self.feedback_scale * gate * apply_linear(self.state_projection, normalized)
 
     def initial_state(self, batch_size: int) -> Tensor:
         return self.start_state.expand(batch_size, -1)

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens of this call, D hidden_size.
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -56,6 +57,8 @@ class Problem:
         state: what the call continues from.
         fuse, core, carry: the architecture. `fuse` is None only if the plan fuses no token.
         keeps_registers: whether the solution is to hold the register after every column, so that tokens can be taken back.
+        shares_weights: whether steps and passes find the same weights, so that they can share what is made of them. Not if
+            the weights are sharded or offloaded, and come and go with every call of their module.
     """
 
     inputs: Tensor
@@ -65,16 +68,32 @@ class Problem:
     core: Core
     carry: Carry
     keeps_registers: bool = False
+    shares_weights: bool = True
 
-    def fused(self, x: Tensor, r: Tensor, columns: slice, any_fused: bool = True) -> Tensor:
+    def __post_init__(self) -> None:
+        _ = self.of_stream  # now: a solver may begin with passes that keep no gradient
+
+    @cached_property
+    def of_stream(self) -> Tensor:
+        """[B, T, N] what the fusion makes of the inputs alone, for all steps and passes; N = 0 if it takes no part."""
+        if self.fuse is None or not (torch.is_grad_enabled() or any(stage.any_fused for stage in self.plan.stages)):
+            return self.inputs[..., :0]
+        return self.fuse(self.inputs)
+
+    def fused(
+        self, x: Tensor, r: Tensor, columns: slice, any_fused: bool = True, of_stream: Tensor | None = None
+    ) -> Tensor:
         """z of the given columns, from their inputs x and what they read.
 
         With gradients on, the fusion takes part even if no token is fused (`any_fused`): data-parallel training needs
-        every parameter to have a gradient, be it zero.
+        every parameter to have a gradient, be it zero. `of_stream`: those columns of it, if they are at hand.
         """
         if self.fuse is None or not (any_fused or torch.is_grad_enabled()):
             return x
-        return torch.where(self.plan.fused[:, columns, None], self.fuse(x, r), x)
+        of_stream = self.of_stream[:, columns] if of_stream is None else of_stream
+        if of_stream.shape[-1] == 0:
+            return x
+        return torch.where(self.plan.fused[:, columns, None], self.fuse(x, r, of_stream), x)
 
     def carried(self, y: Tensor, r: Tensor, columns: slice) -> Tensor:
         """The states of the given columns."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from crosscurrent.recurrence.problem import Problem, Solution, SolverReport, check_count
 from crosscurrent.recurrence.schedule import INITIAL, Stage
+from crosscurrent.recurrence.steps import Steps
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,28 @@ class Sequential:
             check_count("truncate", self.truncate)
 
     def solve(self, problem: Problem) -> Solution:
+        stages = self._stages(problem.plan.stages)
+        if len(stages) == 1 or not problem.shares_weights:
+            return self._solve(problem, stages)
+        with Steps(len(stages), num_rows=problem.inputs[..., 0].numel() // len(stages)).active():
+            return self._solve(problem, stages)
+
+    def _solve(self, problem: Problem, stages: list[Stage]) -> Solution:
         plan = problem.plan
-        stages = self._stages(plan.stages)
         # Split once: a slice per step would each send a gradient of full length back.
-        inputs = problem.inputs.split([stage.stop - stage.start for stage in stages], dim=1)
+        widths = [stage.stop - stage.start for stage in stages]
+        inputs, of_stream = problem.inputs.split(widths, dim=1), problem.of_stream.split(widths, dim=1)
         register, initial = problem.state.register, problem.initial()
         past = problem.core.start(keeps_entries=len(stages) > 1)
         outputs, states = [], []
-        for stage, x in zip(stages, inputs, strict=True):
+        for stage, x, of_x in zip(stages, inputs, of_stream, strict=True):
             if self.truncate is not None and stage.start > 0 and stage.start % self.truncate == 0:
                 register, past = register.detach(), problem.core.detach(past)
             read = register[:, None]  # within a stage no token can read another: one register serves the row
             if stage.any_initial:
                 is_initial = (plan.source[:, stage.columns] == INITIAL)[..., None]
                 read = torch.where(is_initial, initial[:, None], read)
-            z = problem.fused(x, read, stage.columns, stage.any_fused)
+            z = problem.fused(x, read, stage.columns, stage.any_fused, of_x)
             y, past = problem.core.run(z, stage.columns, past)
             carried = problem.carried(y, read, stage.columns)
             register = _last_written(carried, plan.writes[:, stage.columns], register)

@@ -6,13 +6,15 @@ H heads, E head width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.layers import DecoderLayer, Extend, Rotation
+from crosscurrent.models.rlt.layers import DecoderLayer, Rotation
 from crosscurrent.recurrence import PADDING, Plan
+from crosscurrent.recurrence.entries import Entries
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
 
@@ -31,11 +33,6 @@ class Window:
     values: tuple[Tensor, ...]
     labels: Tensor
     positions: Tensor
-
-    def extender(self, layer_index: int) -> Extend:
-        """Puts this window's keys and values of one layer before new ones."""
-        past_keys, past_values = self.keys[layer_index], self.values[layer_index]
-        return lambda keys, values: (torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2))
 
     def without_last(self, num_tokens: int) -> "Window":
         """The window before the last tokens, if it was kept whole."""
@@ -72,8 +69,20 @@ class Decoder(nn.Module):
         return Window(none, none, no_tokens, no_tokens)
 
 
+@dataclass(frozen=True)
+class Past:
+    """Keys and values of the decoder's self-attention: of the window, and of the columns of this call that have been run.
+
+    Attributes:
+        keys, values: per decoder layer; none before the first run.
+    """
+
+    keys: tuple[Entries, ...] = ()
+    values: tuple[Entries, ...] = ()
+
+
 class DecoderRun:
-    """The core of an RLT for one call: `y = decoder(z)` over a range of columns, given the window before it.
+    """The core of an RLT for one call: `y = decoder(z)` over a range of columns, given the entries before it.
 
     Args:
         decoder: the layers.
@@ -97,59 +106,103 @@ class DecoderRun:
         is_plain: bool,
         keeps_all: bool,
     ):
-        self.decoder, self.rotation, self.memory, self.window = decoder, rotation, memory, window
+        self.decoder, self.rotation, self.window = decoder, rotation, window
         self.plan, self.memory_labels, self.is_plain, self.keeps_all = plan, memory_labels, is_plain, keeps_all
+        self.memory = [tuple(Entries(part, room=part.shape[2]) for part in group) for group in memory]
         self.num_past = memory_labels.shape[1] - plan.num_tokens
+        self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
+        self.positions = torch.cat([window.positions, plan.positions], dim=1)
 
-    def start(self, keeps_entries: bool) -> Window:
-        return self.window
+    def start(self, keeps_entries: bool) -> Past:
+        return Past()
 
-    def detach(self, past: Window) -> Window:
-        return past.map(Tensor.detach)
+    def detach(self, past: Past) -> Past:
+        return Past(tuple(keys.detach() for keys in past.keys), tuple(values.detach() for values in past.values))
 
-    def run(self, z: Tensor, columns: slice, past: Window) -> tuple[Tensor, Window]:
+    def run(self, z: Tensor, columns: slice, past: Past) -> tuple[Tensor, Past]:
         if not self.decoder.layers:
             return z, past
-        labels, positions = self.plan.labels[:, columns], self.plan.positions[:, columns]
-        key_labels = torch.cat([past.labels, labels], dim=1)
-        key_positions = torch.cat([past.positions, positions], dim=1)
+        start, stop, _ = columns.indices(self.plan.num_tokens)
         rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
-        in_window = self._seen_in_window(labels, positions, key_labels, key_positions)
-        _, stop, _ = columns.indices(self.plan.num_tokens)
+        seen = slice(self._first_seen[start], self.window.labels.shape[1] + stop)
+        in_window = self._seen_in_window(columns, seen)
         num_keys = self.num_past + stop
-        in_memory = seen_causally(labels, self.memory_labels[:, :num_keys], self.is_plain)
-        all_keys, all_values = [], []
+        in_memory = seen_causally(self.plan.labels[:, columns], self.memory_labels[:, :num_keys], self.is_plain)
+        growing = _Growing(self, past, seen)
         for index, layer in enumerate(self.decoder.layers):
-            memory_keys, memory_values = self.memory[self.decoder.memory_group(index)]
-            memory = memory_keys[:, :, :num_keys], memory_values[:, :, :num_keys]
-            z, keys, values = layer(z, rotation, past.extender(index), in_window, memory, in_memory)
-            all_keys.append(keys)
-            all_values.append(values)
-        return z, self._kept(Window(tuple(all_keys), tuple(all_values), key_labels, key_positions))
+            keys, values = self.memory[self.decoder.memory_group(index)]
+            memory = keys.part(0, num_keys), values.part(0, num_keys)
+            z = layer(z, rotation, partial(growing.extend, index), in_window, memory, in_memory)
+        return z, growing.after()
 
-    def _seen_in_window(
-        self, labels: Tensor, positions: Tensor, key_labels: Tensor, key_positions: Tensor
-    ) -> Tensor | None:
-        """[B or 1, 1, S, N + S]: tokens of the same document, at most W - 1 before the query, or the query itself."""
-        num_queries, num_keys = labels.shape[1], key_labels.shape[1]
-        if self.is_plain and num_queries == 1 and num_keys <= self.decoder.config.sliding_window:
+    @cached_property
+    def _first_seen(self) -> list[int]:
+        """For each column of this call the first of the window's and this call's entries that it, or a later one, sees."""
+        num_before, most = self.window.labels.shape[1], self.decoder.config.sliding_window - 1
+        if self.is_plain:
+            return [max(num_before + column - most, 0) for column in range(self.plan.num_tokens)]
+        is_real = self.labels != PADDING
+        column_of_rank = (~is_real).long().sort(dim=1, stable=True).indices
+        rank = is_real.cumsum(dim=1) - 1
+        first = column_of_rank.gather(1, (rank - self.positions.clamp(max=most)).clamp(min=0))
+        itself = torch.arange(self.labels.shape[1], device=first.device)
+        first = torch.where(is_real, first, itself).amin(dim=0)[num_before:]
+        return first.flip(0).cummin(dim=0).values.flip(0).tolist()
+
+    def _seen_in_window(self, columns: slice, seen: slice) -> Tensor | None:
+        """[B or 1, 1, S, K]: tokens of the same document, at most W - 1 before the query, or the query itself."""
+        labels, positions = self.plan.labels[:, columns], self.plan.positions[:, columns]
+        num_queries, num_keys = labels.shape[1], seen.stop - seen.start
+        if self.is_plain and num_queries == 1:
             return None
-        distance = positions[:, :, None] - key_positions[:, None, :]
+        distance = positions[:, :, None] - self.positions[:, None, seen]
         near = (distance >= 0) & (distance < self.decoder.config.sliding_window)
-        same = (labels[:, :, None] == key_labels[:, None, :]) & (labels[:, :, None] != PADDING)
+        same = (labels[:, :, None] == self.labels[:, None, seen]) & (labels[:, :, None] != PADDING)
         return ((near & same) | _itself(num_queries, num_keys, labels.device))[:, None]
 
-    def _kept(self, window: Window) -> Window:
-        """The last W - 1 real tokens of each row."""
-        num_kept = self.decoder.config.sliding_window - 1
-        num_keys = window.labels.shape[1]
-        if num_keys <= num_kept or self.keeps_all:
-            return window
-        if self.is_plain:
-            return window.map(lambda tensor: _last_tokens(tensor, num_kept))
+    def window_after(self, past: Past) -> Window:
+        """What later calls still see: the last W - 1 real tokens of each row."""
+        if not past.keys:
+            return self.window
+        num_kept, num_keys = self.decoder.config.sliding_window - 1, self.labels.shape[1]
+        first = 0 if self.keeps_all or not self.is_plain else max(num_keys - num_kept, 0)
+        keys, values = (tuple(e.part(first, num_keys) for e in entries) for entries in (past.keys, past.values))
+        whole = Window(keys, values, self.labels[:, first:], self.positions[:, first:])
+        if self.keeps_all:
+            return whole
+        if self.is_plain or num_keys <= num_kept:
+            return whole.map(Tensor.clone)  # a view would keep all tokens in memory
         # Real tokens in order, behind the padding, so that the last columns are the last real tokens.
-        order = (window.labels != PADDING).long().sort(dim=1, stable=True).indices[:, num_keys - num_kept :]
-        return window.map(lambda tensor: _pick_tokens(tensor, order))
+        order = (self.labels != PADDING).long().sort(dim=1, stable=True).indices[:, num_keys - num_kept :]
+        return whole.map(lambda tensor: _pick_tokens(tensor, order))
+
+
+class _Growing:
+    """The entries of all layers during one run, which each layer adds its own to."""
+
+    def __init__(self, run: DecoderRun, past: Past, seen: slice):
+        self.run, self.past, self.seen = run, past, seen
+        self.keys: list[Entries] = []
+        self.values: list[Entries] = []
+
+    def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What layer `index` sees, its new keys and values included."""
+        window = self.run.window
+        for entries, earlier, of_window, new in (
+            (self.keys, self.past.keys, window.keys, keys),
+            (self.values, self.past.values, window.values, values),
+        ):
+            entries.append((earlier[index] if earlier else self._begin(of_window[index], new)).append(new))
+        return self.keys[-1].part(self.seen.start, self.seen.stop), self.values[-1].part(
+            self.seen.start, self.seen.stop
+        )
+
+    def _begin(self, of_window: Tensor, new: Tensor) -> Entries:
+        dtype = torch.promote_types(of_window.dtype, new.dtype) if of_window.shape[2] else new.dtype
+        return Entries(of_window.to(dtype), room=self.run.labels.shape[1])
+
+    def after(self) -> Past:
+        return Past(tuple(self.keys), tuple(self.values))
 
 
 def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor | None:
@@ -186,12 +239,6 @@ def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
 def _token_dim(tensor: Tensor) -> int:
     """Where the tokens are in [B, N] or [B, H, N, E]."""
     return 1 if tensor.dim() == 2 else 2
-
-
-def _last_tokens(tensor: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of [B, N] or [B, H, N, E]."""
-    dim = _token_dim(tensor)
-    return tensor.narrow(dim, tensor.shape[dim] - count, count).contiguous()  # a view would keep all tokens in memory
 
 
 def _pick_tokens(tensor: Tensor, order: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
+from crosscurrent.recurrence.steps import apply_linear, together
 
-Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # puts earlier tokens' keys and values before the new ones
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from a token's keys and values to all that it may see
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, 1, S, E]
 
 
@@ -55,14 +56,13 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(
-        self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output for a stream [B, S, D], and the keys and values it saw."""
-        queries = rotate(self.q_norm(split_heads(self.q_proj(stream), self.num_heads)), rotation)
-        keys = rotate(self.k_norm(split_heads(self.k_proj(stream), self.num_heads)), rotation)
-        keys, values = extend(keys, split_heads(self.v_proj(stream), self.num_heads))
-        return self.o_proj(attend(queries, keys, values, seen)), keys, values
+    def forward(self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend) -> Tensor:
+        """The output for a stream [B, S, D]."""
+        projected = together(stream, self.q_proj, self.k_proj, self.v_proj)
+        queries, keys, values = (split_heads(part, self.num_heads) for part in projected)
+        queries, keys = rotate(self.q_norm(queries), rotation), rotate(self.k_norm(keys), rotation)
+        keys, values = extend(keys, values)
+        return apply_linear(self.o_proj, attend(queries, keys, values, seen))
 
 
 class MemoryAttention(nn.Module):
@@ -76,8 +76,9 @@ class MemoryAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, stream: Tensor, keys: Tensor, values: Tensor, rotation: Rotation, seen: Tensor | None) -> Tensor:
-        queries = rotate(self.q_norm(split_heads(self.q_proj(stream), self.num_heads)), rotation)
-        return self.o_proj(attend(queries, keys, values, seen))
+        queries = split_heads(apply_linear(self.q_proj, stream), self.num_heads)
+        attended = attend(rotate(self.q_norm(queries), rotation), keys, values, seen)
+        return apply_linear(self.o_proj, attended)
 
 
 class MemoryProjection(nn.Module):
@@ -107,7 +108,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(stream)) * self.up_proj(stream))
+        gate, up = together(stream, self.gate_proj, self.up_proj)
+        return apply_linear(self.down_proj, F.silu(gate) * up)
 
 
 class EncoderLayer(nn.Module):
@@ -121,8 +123,7 @@ class EncoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend) -> Tensor:
-        attended, _, _ = self.self_attn(self.input_layernorm(stream), rotation, seen, extend)
-        stream = stream + attended
+        stream = stream + self.self_attn(self.input_layernorm(stream), rotation, seen, extend)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
@@ -146,12 +147,11 @@ class DecoderLayer(nn.Module):
         in_window: Tensor | None,
         memory: tuple[Tensor, Tensor],
         in_memory: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stream after the layer, and the keys and values of its window."""
-        attended, keys, values = self.self_attn(self.input_layernorm(stream), rotation, in_window, extend)
-        stream = stream + attended
+    ) -> Tensor:
+        """The stream after the layer."""
+        stream = stream + self.self_attn(self.input_layernorm(stream), rotation, in_window, extend)
         stream = stream + self.memory_attn(self.memory_layernorm(stream), *memory, rotation, in_memory)
-        return stream + self.mlp(self.post_attention_layernorm(stream)), keys, values
+        return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:

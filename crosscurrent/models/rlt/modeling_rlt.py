@@ -19,6 +19,7 @@ from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally, seen_in_window
 from crosscurrent.models.rlt.layers import EncoderLayer, Extend, MemoryProjection, Rotary, Rotation
+from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.recurrence import (
     PADDING,
     LastOutput,
@@ -96,7 +97,16 @@ class RLTModel(nn.Module):
             is_plain=call.is_plain,
             keeps_all=call.keeps_registers,
         )
-        return Problem(encoded, call.plan, call.state, self.merge, core, self.carry, call.keeps_registers)
+        return Problem(
+            inputs=encoded,
+            plan=call.plan,
+            state=call.state,
+            fuse=self.merge,
+            core=core,
+            carry=self.carry,
+            keeps_registers=call.keeps_registers,
+            shares_weights=not weights_come_and_go(self),
+        )
 
     def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
         """e [B, T, D], and the encoder's keys and values into the cache."""
@@ -262,9 +272,11 @@ class RLTForCausalLM(RecurrentCausalLM):
         )
         _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        solution = call.solver.solve(self.model.problem(stream, call))
+        problem = self.model.problem(stream, call)
+        solution = call.solver.solve(problem)
         if isinstance(call.branch, RLTCache):
-            call.branch.window = solution.past
+            assert isinstance(problem.core, DecoderRun)
+            call.branch.window = problem.core.window_after(solution.past)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
         loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)

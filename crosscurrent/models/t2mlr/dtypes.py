@@ -16,8 +16,8 @@ class InStreamDtype:
     def __init__(self, fusion: GatedFusion):
         self.fusion, self.initial_state = fusion, fusion.initial_state
 
-    def __call__(self, x: Tensor, r: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, r: Tensor | None = None, of_stream: Tensor | None = None) -> Tensor:
         if x.dtype == self.fusion.current_scale.dtype or x.dtype.itemsize != 2:
-            return self.fusion(x, r)
+            return self.fusion(x, r, of_stream)
         with torch.autocast(x.device.type, x.dtype):
-            return self.fusion(x, r).to(x.dtype)
+            return self.fusion(x, r, of_stream).to(x.dtype)

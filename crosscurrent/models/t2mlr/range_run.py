@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from crosscurrent.models.call import Call
+from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.models.t2mlr.dtypes import InStreamDtype
 from crosscurrent.models.t2mlr.layer_range import LayerCall, LayerRange
 from crosscurrent.recurrence import Problem, Solution
@@ -31,6 +32,7 @@ class RangeRun:
             core=self.core,
             carry=self.model.carry,
             keeps_registers=self.call.keeps_registers,
+            shares_weights=not weights_come_and_go(self.model.fusion),
         )
         self.solution = solution = self.call.solver.solve(problem)
         if self.call.branch is not None:  # the layers after the range write into the same cache

@@ -1,0 +1,125 @@
+"""A sequence that grows step by step, and of which each step reads a part: keys or values of attention.
+
+Concatenating copies all that was there in every step, and slicing sends a gradient of full length back from every step. Here
+all steps write into and read from one tensor, and what they send back is added up in one.
+
+Shapes: B rows, H heads, N entries, E head width.  Entries are [B, H, N, E].
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Entries:
+    """The entries so far, in a tensor with room for more. An object never changes; `append` gives a new one.
+
+    The room is shared: of two objects that were made from one by `append`, only the later one is to be read.
+
+    Args:
+        first: [B, H, N, E] the entries at the start.
+        room: for how many entries there is to be room in all.
+
+    Example:
+        >>> entries = Entries(torch.zeros(1, 1, 2, 4), room=3).append(torch.ones(1, 1, 1, 4))
+        >>> entries.part(1, 3)[0, 0, :, 0].tolist()
+        [0.0, 1.0]
+    """
+
+    def __init__(self, first: Tensor, room: int):
+        self.length = first.shape[2]
+        self._after: Tensor | None = None
+        self._gradient: _Gradient | None = None
+        if torch.compiler.is_compiling():  # compiled code has no place for what a backward pass leaves aside
+            self._storage = first
+            return
+        is_full = self.length == room
+        self._storage = first.detach() if is_full else first.new_empty((*first.shape[:2], room, first.shape[3]))
+        self._gradient = _Gradient(self._storage)
+        self._after = _Write.apply(first, first.new_empty(0), None if is_full else self._storage, 0, self._gradient)
+
+    def append(self, new: Tensor) -> "Entries":
+        """The entries followed by new ones [B, H, S, E]."""
+        new = new.to(self._storage.dtype)
+        changed = copy.copy(self)
+        changed.length = self.length + new.shape[2]
+        if self._gradient is None:
+            changed._storage = torch.cat([self._storage, new], dim=2)
+        else:
+            changed._after = _Write.apply(new, self._after, self._storage, self.length, self._gradient)
+        return changed
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Entries `start` to `stop`, a view."""
+        if self._gradient is None:
+            return self._storage.narrow(2, start, stop - start)
+        found: Tensor = _Read.apply(self._after, self._storage, start, stop, self._gradient)
+        return found
+
+    def detach(self) -> "Entries":
+        """The same entries without gradient history."""
+        detached = copy.copy(self)
+        if self._after is None:
+            detached._storage = self._storage.detach()
+        else:
+            detached._after, detached._gradient = self._after.detach(), _Gradient(self._storage)
+        return detached
+
+
+class _Gradient:
+    """What was sent back to the entries in the backward pass that is running."""
+
+    def __init__(self, storage: Tensor):
+        self.storage = storage
+        self._task = -1
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor, start: int) -> None:
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._sum, self._task = torch.zeros_like(self.storage), task
+        assert self._sum is not None
+        self._sum.narrow(2, start, gradient.shape[2]).add_(gradient)
+
+    def take(self, start: int, length: int) -> Tensor | None:
+        if torch._C._current_graph_task_id() != self._task or self._sum is None:
+            return None
+        return self._sum.narrow(2, start, length)
+
+
+class _Write(torch.autograd.Function):
+    """Puts entries into the storage. The result, a tensor of no size, is what later reads and writes depend on, so that
+    the backward pass comes here after theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, new: Tensor, before: Tensor, storage: Tensor | None, start: int, gradient: _Gradient
+    ) -> Tensor:
+        if storage is not None:
+            # .data: what was written before does not change, so no reader's backward pass need complain.
+            storage.data.narrow(2, start, new.shape[2]).copy_(new)
+        ctx.start, ctx.length, ctx.gradient = start, new.shape[2], gradient
+        ctx.set_materialize_grads(False)
+        return new.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *_: Any) -> Any:
+        found = ctx.gradient.take(ctx.start, ctx.length) if ctx.needs_input_grad[0] else None
+        return found, None, None, None, None
+
+
+class _Read(torch.autograd.Function):
+    """A part of the storage, whose backward pass leaves what it is given to the writes."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Tensor, storage: Tensor, start: int, stop: int, gradient: _Gradient) -> Tensor:
+        ctx.start, ctx.gradient = start, gradient
+        return storage.narrow(2, start, stop - start)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gradient.add(gradients[0], ctx.start)
+        return None, None, None, None, None

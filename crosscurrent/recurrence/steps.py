@@ -1,0 +1,235 @@
+"""What the dependent steps of a recurrence share: their weights.
+
+A weight that T steps use would get its gradient as T thin matrix products and T additions of matrices of its size. Here
+each step's backward pass only keeps the two factors, and one product makes the gradient when the last of them is there.
+(With many rows there are several products, so that memory stays bounded.) And a weight that meets few rows in each step
+costs mostly the time to bring it into the order that the kernel wants: on a CPU that is done once for all steps.
+
+Shapes: a weight W [O, I], inputs x [..., I].
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_FEWEST_STEPS = 4  # for which a weight is worth reordering
+_MOST_ROWS = 4096  # of kept factors, before they are multiplied
+
+_active: ContextVar["Steps | None"] = ContextVar("active_steps", default=None)
+
+
+class Steps:
+    """The steps of one recurrence. While it is active, `together` and `apply_linear` share weights among them.
+
+    Args:
+        num_steps: how many there will be.
+        num_rows: of the inputs, in each step.
+
+    Example:
+        >>> linear, steps = nn.Linear(2, 3, bias=False), Steps(num_steps=4, num_rows=1)
+        >>> with steps.active():
+        ...     total = sum(apply_linear(linear, torch.full((1, 2), float(t))).sum() for t in range(4))
+        >>> total.backward()
+        >>> linear.weight.grad.tolist()
+        [[6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]
+    """
+
+    def __init__(self, num_steps: int, num_rows: int):
+        self.num_steps, self.num_rows = num_steps, num_rows
+        self._shared: dict[tuple[int, ...], _SharedWeight] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def product(self, x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """x W^T, for several W one below the other."""
+        key = tuple(map(id, weights))
+        if key not in self._shared:
+            self._shared[key] = _SharedWeight(weights, self.num_rows if self.num_steps >= _FEWEST_STEPS else None)
+        return self._shared[key].product(x)
+
+
+def together(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    """What several linear layers make of one input. In the steps of a recurrence it is one product.
+
+    Whatever an adapter, a quantiser or an offloader has put in a layer's place or around it is called as it is.
+    """
+    steps = _active_steps()
+    if steps is None or not all(_is_plain(linear) for linear in linears):
+        return tuple(linear(x) for linear in linears)
+    plain: Any = linears
+    product = steps.product(x, tuple(linear.weight for linear in plain))
+    products = product.split([len(one.weight) for one in plain], dim=-1) if len(plain) > 1 else (product,)
+    return tuple(
+        product if linear.bias is None else product + linear.bias.to(product.dtype)
+        for product, linear in zip(products, plain, strict=True)
+    )
+
+
+def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
+    """`linear(x)`, whose weight is shared by the steps of a recurrence."""
+    return together(x, linear)[0]
+
+
+def _active_steps() -> Steps | None:
+    """Compiled code has no place for what a backward pass leaves aside."""
+    return None if torch.compiler.is_compiling() else _active.get()
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a layer is nothing but its weight and bias: no other class, no replaced forward, no hooks."""
+    if type(linear) is not nn.Linear or "forward" in linear.__dict__:
+        return False
+    return not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
+
+
+class _SharedWeight:
+    """One or several weights, ready for the products of all steps."""
+
+    def __init__(self, weights: tuple[Tensor, ...], num_rows: int | None):
+        self.weights = weights  # held, so that their ids stay theirs
+        device = weights[0].device.type
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
+        self.num_rows = num_rows
+        self.factors = _Factors()
+        self.gate: Tensor = _Gate.apply(self.factors, *weights)
+        self._forward: _Matrix | None = None
+        self._backward: _Matrix | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        if not torch.is_grad_enabled():
+            return self.forward(x)
+        found: Tensor = _Product.apply(x, self.gate, self)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T."""
+        if self._forward is None:
+            self._forward = _Matrix(self._joined(), self.num_rows)
+        return self._forward(x)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """g W."""
+        if self._backward is None:
+            self._backward = _Matrix(self._joined().T, self.num_rows)
+        return self._backward(gradient)
+
+    @torch.no_grad()
+    def _joined(self) -> Tensor:
+        joined = self.weights[0].detach() if len(self.weights) == 1 else torch.cat(self.weights)
+        return joined.to(self.dtype)
+
+
+class _Matrix:
+    """A matrix W [O, I] that many thin inputs are multiplied by.
+
+    Args:
+        weight: W.
+        num_rows: of the inputs, for which W is put in the order that oneDNN's kernel reads it in; None: W stays as it is.
+    """
+
+    def __init__(self, weight: Tensor, num_rows: int | None):
+        is_reordered = num_rows is not None and _can_reorder(weight)
+        if is_reordered:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
+        self.weight, self.is_reordered = weight, is_reordered
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.is_reordered:
+            return F.linear(x, self.weight)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.weight, None, "none", [], "")
+        return product
+
+
+def _can_reorder(weight: Tensor) -> bool:
+    has_kernel = bool(torch.backends.mkldnn.enabled) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return has_kernel and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+class _Factors:
+    """Inputs and output gradients of the steps whose backward pass has run."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._num_rows = 0
+        self._sum: Tensor | None = None
+
+    def keep(self, inputs: Tensor, gradients: Tensor) -> None:
+        """inputs [N, I] and gradients [N, O] of one step."""
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._forget()  # a backward pass that did not ask for the weight, or failed, left something behind
+            self._task = task
+        self._inputs.append(inputs)
+        self._gradients.append(gradients)
+        self._num_rows += len(inputs)
+        if self._num_rows >= _MOST_ROWS:
+            self._multiply()
+
+    def _multiply(self) -> None:
+        product = torch.cat(self._gradients).T @ torch.cat(self._inputs)
+        total = product if self._sum is None else self._sum + product
+        self._forget()
+        self._sum = total
+
+    def take(self) -> Tensor | None:
+        """The sum of outer products [O, I] of all that was kept; it is forgotten."""
+        if self._inputs:
+            self._multiply()
+        taken = self._sum
+        self._forget()
+        return taken
+
+
+class _Gate(torch.autograd.Function):
+    """A tensor of no size that depends on the weights. Its backward pass runs when all steps have run theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: _Factors, *weights: Tensor) -> Tensor:
+        ctx.factors, ctx.sizes, ctx.dtype = factors, [len(weight) for weight in weights], weights[0].dtype
+        ctx.set_materialize_grads(False)
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *_: Any) -> Any:
+        total = ctx.factors.take()
+        if total is None:
+            return None, *(None for _ in ctx.sizes)
+        parts = total.to(ctx.dtype).split(ctx.sizes)
+        return None, *(part if asked else None for part, asked in zip(parts, ctx.needs_input_grad[1:], strict=True))
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, whose backward pass leaves the weight's part to the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: _SharedWeight) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return weight.forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        gradient: Tensor = gradients[0]
+        if ctx.needs_input_grad[1]:
+            ctx.weight.factors.keep(x.flatten(0, -2), gradient.flatten(0, -2))
+        of_x = ctx.weight.backward(gradient) if ctx.needs_input_grad[0] else None
+        return of_x, None, None

@@ -1,0 +1,132 @@
+"""Gradients that are put off until all steps have run: the same as step by step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import crosscurrent as cc
+from crosscurrent.recurrence import steps
+from tests.subjects import SUBJECTS, gradients, largest_difference, make_rlt, token_ids
+
+RLTS = ["rlt1", "rlt2", "rlt_encoder_window", "rlt_groups", "rlt_no_decoder", "rlt_tied"]
+DEFERRING = [*RLTS, "t2mlr_interval", "t2mlr_llama"]
+for_deferring = pytest.mark.parametrize("subject", DEFERRING)
+EXACT = cc.Sequential()
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Nothing is steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "_active_steps", lambda: None)
+        yield
+
+
+def padded_batch() -> dict[str, Tensor]:
+    ids = token_ids(3, 11)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    segments = torch.tensor([[0] * 11, [0] * 11, [0] * 5 + [1] * 6])
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask, "segment_ids": segments}
+
+
+@for_deferring
+@pytest.mark.parametrize("truncate", [None, 4])
+@pytest.mark.parametrize("most_rows", [4096, 7])
+def test_same_loss_and_gradients(
+    subject: str, truncate: int | None, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_MOST_ROWS", most_rows)
+    model, solver = SUBJECTS[subject]().train(), cc.Sequential(truncate=truncate)
+    loss = model(**padded_batch(), solver=solver).loss
+    found = gradients(model, loss)
+    with step_by_step():
+        plain_loss = model(**padded_batch(), solver=solver).loss
+        expected = gradients(model, plain_loss)
+    assert largest_difference(loss, plain_loss) < 1e-13
+    for name, gradient in expected.items():
+        assert largest_difference(found[name], gradient) < 1e-13 * max(1.0, gradient.abs().max().item()), name
+
+
+def test_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product per weight, not one per step."""
+    taken = []
+    take = steps._Factors.take
+
+    def counting(self: Any) -> Any:
+        taken.append(len(self._inputs))
+        return take(self)
+
+    monkeypatch.setattr(steps._Factors, "take", counting)
+    model, ids = make_rlt().train(), token_ids(2, 9)
+    model(ids, labels=ids).loss.backward()
+    # Per layer: q, k, v together; o; q and o of the memory; gate and up together; down. In the merge: the gate's
+    # side of the state, and the projection.
+    assert taken == [9] * (2 * 6 + 2)
+
+
+@for_deferring
+def test_a_graph_can_be_used_twice_and_in_part(subject: str) -> None:
+    model, ids = SUBJECTS[subject]().train(), token_ids(2, 6)
+    loss = model(ids, labels=ids, solver=EXACT).loss
+    weight = next(p for name, p in model.named_parameters() if name.startswith(("fusion.", "model.merge.")))
+    (alone,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+    loss.backward(retain_graph=True)
+    first = weight.grad.clone()
+    assert largest_difference(alone, first) < 1e-14
+    loss.backward()
+    assert largest_difference(weight.grad, 2 * first) < 1e-13
+
+
+def test_frozen_weights_get_none_and_pass_gradients_on() -> None:
+    model, ids = make_rlt().train(), token_ids(2, 6)
+    expected = gradients(model, model(ids, labels=ids).loss)
+    model.model.decoder.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    model.model.decoder.layers[1].mlp.down_proj.weight.requires_grad_(False)
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) != parameter.requires_grad, name
+        if parameter.grad is not None:
+            assert largest_difference(parameter.grad, expected[name]) < 1e-13, name
+
+
+@for_deferring
+def test_under_autocast(subject: str) -> None:
+    model, ids = SUBJECTS[subject]().float().train(), token_ids(2, 8)
+
+    def measured() -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids, solver=EXACT).loss
+        return gradients(model, loss)
+
+    found = measured()
+    with step_by_step():
+        expected = measured()
+    for name, gradient in expected.items():
+        assert found[name].dtype == gradient.dtype
+        assert largest_difference(found[name], gradient) <= 0.1 * gradient.abs().max().item() + 1e-4, name
+
+
+def test_adapters_take_the_place_of_layers() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(make_rlt().train(), LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"]))
+    ids = token_ids(2, 6)
+    loss = model(input_ids=ids, labels=ids).loss
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, trained)
+    with step_by_step():
+        expected = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, trained)
+    assert all(largest_difference(a, b) < 1e-13 for a, b in zip(found, expected, strict=True))
+
+
+def test_nothing_is_deferred_without_gradients_or_beyond_a_call() -> None:
+    model, ids = make_rlt(), token_ids(1, 5)
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert largest_difference(model(ids).logits, expected) < 1e-13
+    assert steps._active_steps() is None
