@@ -81,6 +81,11 @@ def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
     return together(x, linear)[0]
 
 
+def is_step() -> bool:
+    """Whether the code runs in a step of a recurrence."""
+    return _active_steps() is not None
+
+
 def _active_steps() -> Steps | None:
     """Compiled code has no place for what a backward pass leaves aside."""
     return None if torch.compiler.is_compiling() else _active.get()
@@ -153,8 +158,10 @@ class _Matrix:
 
 
 def _can_reorder(weight: Tensor) -> bool:
-    has_kernel = bool(torch.backends.mkldnn.enabled) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return has_kernel and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    has_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(torch.backends.mkldnn.enabled) and (weight.dtype == torch.float32 or has_bfloat16)
 
 
 class _Factors:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.recurrence.steps import apply_linear, together
+from crosscurrent.models.rlt.kernels import attend_alone, normalize
+from crosscurrent.recurrence.steps import apply_linear, is_step, together
 
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from a token's keys and values to all that it may see
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, 1, S, E]
+Rotation = tuple[Tensor, Tensor]  # cosines, and sines with the sign they are added with, each [B, 1, S, E]
 
 
 class Rotary(nn.Module):
@@ -27,15 +28,14 @@ class Rotary(nn.Module):
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=precise) / self.head_dim
         angles = positions[:, None, :, None].to(precise) * self.theta**-exponents
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Turn each pair of features by the angle of its position."""
     cos, sin = rotation
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin)
 
 
 def split_heads(stream: Tensor, num_heads: int) -> Tensor:
@@ -60,8 +60,9 @@ class SelfAttention(nn.Module):
         """The output for a stream [B, S, D]."""
         projected = together(stream, self.q_proj, self.k_proj, self.v_proj)
         queries, keys, values = (split_heads(part, self.num_heads) for part in projected)
-        queries, keys = rotate(self.q_norm(queries), rotation), rotate(self.k_norm(keys), rotation)
-        keys, values = extend(keys, values)
+        queries = rotate(normalize(self.q_norm, queries), rotation)
+        keys = rotate(normalize(self.k_norm, keys), rotation)
+        keys, values = extend(keys.to(values.dtype), values)  # under autocast norms widen what attention narrows again
         return apply_linear(self.o_proj, attend(queries, keys, values, seen))
 
 
@@ -77,8 +78,8 @@ class MemoryAttention(nn.Module):
 
     def forward(self, stream: Tensor, keys: Tensor, values: Tensor, rotation: Rotation, seen: Tensor | None) -> Tensor:
         queries = split_heads(apply_linear(self.q_proj, stream), self.num_heads)
-        attended = attend(rotate(self.q_norm(queries), rotation), keys, values, seen)
-        return apply_linear(self.o_proj, attended)
+        queries = rotate(normalize(self.q_norm, queries), rotation)
+        return apply_linear(self.o_proj, attend(queries, keys, values, seen))
 
 
 class MemoryProjection(nn.Module):
@@ -95,7 +96,8 @@ class MemoryProjection(nn.Module):
     def forward(self, encoded: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         normed = self.norm(encoded)
         keys = rotate(self.k_norm(split_heads(self.k_proj(normed), self.num_heads)), rotation)
-        return keys, split_heads(self.v_proj(normed), self.num_heads)
+        values = split_heads(self.v_proj(normed), self.num_heads)
+        return keys.to(values.dtype), values
 
 
 class FeedForward(nn.Module):
@@ -149,9 +151,9 @@ class DecoderLayer(nn.Module):
         in_memory: Tensor | None,
     ) -> Tensor:
         """The stream after the layer."""
-        stream = stream + self.self_attn(self.input_layernorm(stream), rotation, in_window, extend)
-        stream = stream + self.memory_attn(self.memory_layernorm(stream), *memory, rotation, in_memory)
-        return stream + self.mlp(self.post_attention_layernorm(stream))
+        stream = stream + self.self_attn(normalize(self.input_layernorm, stream), rotation, in_window, extend)
+        stream = stream + self.memory_attn(normalize(self.memory_layernorm, stream), *memory, rotation, in_memory)
+        return stream + self.mlp(normalize(self.post_attention_layernorm, stream))
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
@@ -159,6 +161,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -
 
     seen: [B or 1, 1, S, K] bool; None: causal, with as many keys as queries, or a lone query that sees all keys.
     """
-    is_causal = seen is None and queries.shape[2] > 1
-    heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=is_causal)
+    queries = queries.to(keys.dtype)
+    is_alone = queries.shape[2] == 1 and seen is None
+    if is_alone and is_step() and keys.dtype.itemsize >= 4:  # in 16 bits the scores would be rounded
+        heads = attend_alone(queries, keys, values)
+    else:
+        is_causal = seen is None and not is_alone
+        heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=is_causal)
     return heads.transpose(1, 2).flatten(2)
