@@ -7,6 +7,7 @@ Shapes: B rows, H heads, N entries, E head width.  Entries are [B, H, N, E].
 """
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,13 +32,15 @@ class Entries:
     def __init__(self, first: Tensor, room: int):
         self.length = first.shape[2]
         self._after: Tensor | None = None
-        self._gradient: _Gradient | None = None
+        self._gradient: EntriesGradient | None = None
         if torch.compiler.is_compiling():  # compiled code has no place for what a backward pass leaves aside
             self._storage = first
             return
         is_full = self.length == room
-        self._storage = first.detach() if is_full else first.new_empty((*first.shape[:2], room, first.shape[3]))
-        self._gradient = _Gradient(self._storage)
+        self._storage = (
+            first.detach().contiguous() if is_full else first.new_empty((*first.shape[:2], room, first.shape[3]))
+        )
+        self._gradient = EntriesGradient(self._storage)
         self._after = _Write.apply(first, first.new_empty(0), None if is_full else self._storage, 0, self._gradient)
 
     def append(self, new: Tensor) -> "Entries":
@@ -51,12 +54,9 @@ class Entries:
             changed._after = _Write.apply(new, self._after, self._storage, self.length, self._gradient)
         return changed
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """Entries `start` to `stop`, a view."""
-        if self._gradient is None:
-            return self._storage.narrow(2, start, stop - start)
-        found: Tensor = _Read.apply(self._after, self._storage, start, stop, self._gradient)
-        return found
+    def part(self, start: int, stop: int) -> "Part":
+        """Entries `start` to `stop`."""
+        return Part(self._storage, self._after, self._gradient, start, stop)
 
     def detach(self) -> "Entries":
         """The same entries without gradient history."""
@@ -64,11 +64,37 @@ class Entries:
         if self._after is None:
             detached._storage = self._storage.detach()
         else:
-            detached._after, detached._gradient = self._after.detach(), _Gradient(self._storage)
+            detached._after, detached._gradient = self._after.detach(), EntriesGradient(self._storage)
         return detached
 
 
-class _Gradient:
+@dataclass(frozen=True)
+class Part:
+    """A part of a sequence of entries.
+
+    Attributes:
+        storage: of the whole sequence.
+        after: a tensor of no size that depends on all entries written so far: with `gradient`, what a function of one's own
+            needs to read from the storage itself. None in compiled code.
+        start, stop: the part.
+    """
+
+    storage: Tensor
+    after: Tensor | None
+    gradient: "EntriesGradient | None"
+    start: int
+    stop: int
+
+    def view(self) -> Tensor:
+        """The entries [B, H, stop - start, E], without gradient history (but in compiled code)."""
+        return self.storage.narrow(2, self.start, self.stop - self.start)
+
+    def tensor(self) -> Tensor:
+        """The entries [B, H, stop - start, E]."""
+        return self.view() if self.after is None else _Read.apply(self.after, self)
+
+
+class EntriesGradient:
     """What was sent back to the entries in the backward pass that is running."""
 
     def __init__(self, storage: Tensor):
@@ -76,11 +102,12 @@ class _Gradient:
         self._task = -1
         self._sum: Tensor | None = None
 
-    def add(self, gradient: Tensor, start: int) -> None:
+    def of(self, part: Part) -> Tensor:
+        """The gradient of a part, to be added to in place."""
         if (task := torch._C._current_graph_task_id()) != self._task:
-            self._sum, self._task = torch.zeros_like(self.storage), task
+            self._sum, self._task = torch.zeros_like(self.storage, memory_format=torch.contiguous_format), task
         assert self._sum is not None
-        self._sum.narrow(2, start, gradient.shape[2]).add_(gradient)
+        return self._sum.narrow(2, part.start, part.stop - part.start)
 
     def take(self, start: int, length: int) -> Tensor | None:
         if torch._C._current_graph_task_id() != self._task or self._sum is None:
@@ -94,7 +121,7 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, new: Tensor, before: Tensor, storage: Tensor | None, start: int, gradient: _Gradient
+        ctx: Any, new: Tensor, before: Tensor, storage: Tensor | None, start: int, gradient: EntriesGradient
     ) -> Tensor:
         if storage is not None:
             # .data: what was written before does not change, so no reader's backward pass need complain.
@@ -114,12 +141,12 @@ class _Read(torch.autograd.Function):
     """A part of the storage, whose backward pass leaves what it is given to the writes."""
 
     @staticmethod
-    def forward(ctx: Any, after: Tensor, storage: Tensor, start: int, stop: int, gradient: _Gradient) -> Tensor:
-        ctx.start, ctx.gradient = start, gradient
-        return storage.narrow(2, start, stop - start)
+    def forward(ctx: Any, after: Tensor, part: Part) -> Tensor:
+        ctx.part = part
+        return part.view()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.gradient.add(gradients[0], ctx.start)
-        return None, None, None, None, None
+        ctx.part.gradient.of(ctx.part).add_(gradients[0])
+        return None, None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.layers import DecoderLayer, Rotation
 from crosscurrent.recurrence import PADDING, Plan
-from crosscurrent.recurrence.entries import Entries
+from crosscurrent.recurrence.entries import Entries, Part
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
 
@@ -166,7 +166,9 @@ class DecoderRun:
             return self.window
         num_kept, num_keys = self.decoder.config.sliding_window - 1, self.labels.shape[1]
         first = 0 if self.keeps_all or not self.is_plain else max(num_keys - num_kept, 0)
-        keys, values = (tuple(e.part(first, num_keys) for e in entries) for entries in (past.keys, past.values))
+        keys, values = (
+            tuple(e.part(first, num_keys).tensor() for e in entries) for entries in (past.keys, past.values)
+        )
         whole = Window(keys, values, self.labels[:, first:], self.positions[:, first:])
         if self.keeps_all:
             return whole
@@ -185,7 +187,7 @@ class _Growing:
         self.keys: list[Entries] = []
         self.values: list[Entries] = []
 
-    def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Part, Part]:
         """What layer `index` sees, its new keys and values included."""
         window = self.run.window
         for entries, earlier, of_window, new in (

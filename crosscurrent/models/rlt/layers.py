@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.kernels import attend_alone, normalize
-from crosscurrent.recurrence.steps import apply_linear, is_step, together
+from crosscurrent.models.rlt.kernels import attend_few, normalize, suits_few_queries
+from crosscurrent.recurrence.entries import Part
+from crosscurrent.recurrence.steps import apply_linear, together
 
-Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from a token's keys and values to all that it may see
+Keys = Tensor | Part  # keys or values to attend to: all of them, or a part of what grows step by step
+Extend = Callable[[Tensor, Tensor], tuple[Keys, Keys]]  # from a token's keys and values to all that it may see
 Rotation = tuple[Tensor, Tensor]  # cosines, and sines with the sign they are added with, each [B, 1, S, E]
 
 
@@ -62,8 +64,8 @@ class SelfAttention(nn.Module):
         queries, keys, values = (split_heads(part, self.num_heads) for part in projected)
         queries = rotate(normalize(self.q_norm, queries), rotation)
         keys = rotate(normalize(self.k_norm, keys), rotation)
-        keys, values = extend(keys.to(values.dtype), values)  # under autocast norms widen what attention narrows again
-        return apply_linear(self.o_proj, attend(queries, keys, values, seen))
+        # Under autocast norms widen what attention narrows again.
+        return apply_linear(self.o_proj, attend(queries, *extend(keys.to(values.dtype), values), seen))
 
 
 class MemoryAttention(nn.Module):
@@ -76,7 +78,7 @@ class MemoryAttention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, stream: Tensor, keys: Tensor, values: Tensor, rotation: Rotation, seen: Tensor | None) -> Tensor:
+    def forward(self, stream: Tensor, keys: Keys, values: Keys, rotation: Rotation, seen: Tensor | None) -> Tensor:
         queries = split_heads(apply_linear(self.q_proj, stream), self.num_heads)
         queries = rotate(normalize(self.q_norm, queries), rotation)
         return apply_linear(self.o_proj, attend(queries, keys, values, seen))
@@ -147,7 +149,7 @@ class DecoderLayer(nn.Module):
         rotation: Rotation,
         extend: Extend,
         in_window: Tensor | None,
-        memory: tuple[Tensor, Tensor],
+        memory: tuple[Keys, Keys],
         in_memory: Tensor | None,
     ) -> Tensor:
         """The stream after the layer."""
@@ -156,16 +158,17 @@ class DecoderLayer(nn.Module):
         return stream + self.mlp(normalize(self.post_attention_layernorm, stream))
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+def attend(queries: Tensor, keys: Keys, values: Keys, seen: Tensor | None) -> Tensor:
     """[B, S, D] attention output before the output projection.
 
     seen: [B or 1, 1, S, K] bool; None: causal, with as many keys as queries, or a lone query that sees all keys.
     """
-    queries = queries.to(keys.dtype)
-    is_alone = queries.shape[2] == 1 and seen is None
-    if is_alone and is_step() and keys.dtype.itemsize >= 4:  # in 16 bits the scores would be rounded
-        heads = attend_alone(queries, keys, values)
+    is_causal = seen is None and queries.shape[2] > 1
+    if isinstance(keys, Part) and isinstance(values, Part) and not is_causal and suits_few_queries(queries, keys):
+        heads = attend_few(queries, keys, values, seen)
     else:
-        is_causal = seen is None and not is_alone
-        heads = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=is_causal)
+        keys, values = (part.tensor() if isinstance(part, Part) else part for part in (keys, values))
+        heads = F.scaled_dot_product_attention(
+            queries.to(keys.dtype), keys, values, attn_mask=seen, is_causal=is_causal
+        )
     return heads.transpose(1, 2).flatten(2)

@@ -18,7 +18,7 @@ from crosscurrent.models.inputs import refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally, seen_in_window
-from crosscurrent.models.rlt.layers import EncoderLayer, Extend, MemoryProjection, Rotary, Rotation
+from crosscurrent.models.rlt.layers import EncoderLayer, MemoryProjection, Rotary, Rotation
 from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.recurrence import (
     PADDING,
@@ -284,7 +284,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         return call.finish(result, solution)
 
 
-def _extender(cache: RecurrentCache | None, index: int) -> Extend:
+def _extender(cache: RecurrentCache | None, index: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Puts what the cache's layer `index` holds before new keys and values, and remembers them."""
     if cache is None:
         return lambda keys, values: (keys, values)
