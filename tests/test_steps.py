@@ -130,3 +130,37 @@ def test_nothing_is_deferred_without_gradients_or_beyond_a_call() -> None:
         expected = model(ids).logits
     assert largest_difference(model(ids).logits, expected) < 1e-13
     assert steps._active_steps() is None
+
+
+@for_deferring
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_recomputing_changes_no_bit(subject: str, dtype: torch.dtype) -> None:
+    model = SUBJECTS[subject]().to(dtype).train()
+    for truncate in (None, 5):
+        found = []
+        for recompute_every in (None, 4, 1):
+            solver = cc.Sequential(truncate=truncate, recompute_every=recompute_every)
+            loss = model(**padded_batch(), solver=solver, use_cache=False).loss
+            found.append((loss, gradients(model, loss)))
+        for loss, others in found[1:]:
+            assert torch.equal(loss, found[0][0])
+            assert all(torch.equal(others[name], gradient) for name, gradient in found[0][1].items())
+
+
+def test_recomputing_keeps_less() -> None:
+    """Of 64 columns in segments of 8, what the backward pass will need is kept for about one segment at a time."""
+    model, ids = make_rlt(num_encoder_layers=1, hidden_size=32).train(), token_ids(2, 64)
+
+    def bytes_kept(solver: cc.Sequential) -> int:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(ids, labels=ids, solver=solver)
+        return sum(kept.values())
+
+    assert bytes_kept(cc.Sequential(recompute_every=8)) < 0.5 * bytes_kept(cc.Sequential())
