@@ -539,13 +539,13 @@ def test_what_the_card_of_a_retrofitted_model_says(tmp_path: Path) -> None:
         "| recurrent layers | [1, 3) of 4, from 0 |",
         "| feedback interval | 4 |",
         "| prompt recurrence | False |",
-        "| solver | `Sequential(truncate=8)` |",
+        "| solver | `Sequential(truncate=8, recompute_every=None)` |",
         f"| of them for the recurrence | {new:,} |",
         f"crosscurrent {cc.__version__}",
         "pip install crosscurrent",
         "import crosscurrent",
         "crosscurrent.retrofit(base, layer_start=1, layer_end=3, feedback_interval=4, prompt_recurrence=False, "
-        "solver=crosscurrent.Sequential(truncate=8))",
+        "solver=crosscurrent.Sequential(truncate=8, recompute_every=None))",
     ):
         assert text in card.text, text
     again = load(tmp_path)  # the base is known after loading, too
