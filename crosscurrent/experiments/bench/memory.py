@@ -1,7 +1,4 @@
-"""Peak memory of one subject, in a process of its own: in a shared one all subjects would add to the same peak.
-
-python -m crosscurrent.experiments.bench.memory '{"case": ..., "subject": ..., "conditions": {...}}'
-"""
+"""Peak memory of one subject, in a process of its own: in a shared one all subjects would add to the same peak."""
 
 import json
 import os
@@ -9,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
 from crosscurrent.experiments.bench.case import Case, Conditions, Subject, Workload
 
+STATUS = Path("/proc/self/status")  # Linux
 RUNS = 2  # the second meets gradients and buffers that the first has left
 # What glibc does with freed memory by default depends on the order of sizes; with a fixed threshold it gives large
 # blocks back at once, so that the resident memory follows what is in use.
@@ -23,18 +22,18 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 def peak_memory(case: Case, subject: str, conditions: Conditions) -> int | None:
     """Bytes that a subject needs at most, its weights included.
 
-    On a CPU: by how much the peak of the process's resident memory has risen since the same subject ran at size
+    On a CPU: the peak of the process's resident memory, less what was resident after the same subject had run at size
     "tiny", which has loaded all libraries. On a GPU: the most that PyTorch has allocated.
 
     Returns:
-        None where the operating system keeps no such count (Windows).
+        None on a CPU where the system is not Linux.
 
     Raises:
         ValueError: the process failed; the message ends with what it said.
     """
     asked = {"case": case.name, "subject": subject, "conditions": asdict(conditions)}
     finished = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(asked)],
+        [sys.executable, "-c", f"from {__name__} import report; report()", json.dumps(asked)],
         capture_output=True,
         text=True,
         check=False,
@@ -52,13 +51,13 @@ def peak_of(tiny: Callable[[], Workload], real: Callable[[], Workload], device: 
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         _run(real)
-        return torch.cuda.max_memory_allocated() - before
-    peak = _peak_resident()
+        return torch.cuda.max_memory_allocated() - allocated
+    before = _resident("VmRSS")
     _run(real)
-    after = _peak_resident()
-    return None if peak is None or after is None else after - peak
+    peak = _resident("VmHWM")
+    return None if before is None or peak is None else peak - before
 
 
 def _run(build: Callable[[], Workload]) -> None:
@@ -67,16 +66,19 @@ def _run(build: Callable[[], Workload]) -> None:
         workload.run()
 
 
-def _peak_resident() -> int | None:
-    try:
-        import resource
-    except ModuleNotFoundError:
+def _resident(which: str) -> int | None:
+    """Bytes resident now (VmRSS) or at most so far (VmHWM).
+
+    The system's count of the peak, not `resource.getrusage`: that begins with the peak of the process that started this one.
+    """
+    if not STATUS.exists():
         return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{which}:")]
+    return int(line.split()[1]) * 1024
 
 
-def main() -> None:
+def report() -> None:
+    """Print the peak of the subject that the command line names, as JSON: what the process of its own does."""
     from crosscurrent.experiments.bench import find_case
 
     asked = json.loads(sys.argv[1])
@@ -89,7 +91,3 @@ def main() -> None:
         return next(subject.build for subject in subjects if subject.name == asked["subject"])
 
     print(json.dumps(peak_of(build(replace(conditions, size="tiny")), build(conditions), conditions.device)))
-
-
-if __name__ == "__main__":
-    main()

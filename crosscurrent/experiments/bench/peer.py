@@ -27,10 +27,10 @@ DTYPES: Mapping[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16-autocast"}
 def make_peer(shape: str, device: str) -> Any:
     """The peer at the size of an RLTConfig, as near to it as its settings allow.
 
-    At the published size it has 28,750,800 parameters, ours 28,726,912. It differs in: GEGLU with biases instead of SwiGLU
-    without; a norm before the memory's projection and one after the merge; no norms of queries and keys; LayerNorm-free
-    attention spelled out, not PyTorch's fused kernel; the memory's keys without rotary positions; and the logits of the
-    tied embedding are scaled by 1 / sqrt(D).
+    At the published size it has 28,750,800 parameters, ours 28,726,912. Version 0.1.9 differs in: GEGLU with biases instead
+    of SwiGLU without; norms before the memory's projection and after the merge, but none of queries and keys; no
+    positions in the attention to the memory; attention written out instead of PyTorch's fused one; logits of the tied
+    embedding scaled by 1 / sqrt(D).
 
     Raises:
         UnavailableError: it is not installed.
