@@ -109,7 +109,7 @@ RLT_PREFILL = Case(
     sizes={
         "tiny": {"num_tokens": 6, "model": "tiny"},
         "standard": {"num_tokens": 1024, "model": "published"},
-        "large": {"num_tokens": 2048, "model": "published"},
+        "large": {"num_tokens": 1024, "model": "published"},
     },
     repeats=3,
     has_memory=False,

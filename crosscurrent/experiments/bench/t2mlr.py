@@ -136,7 +136,7 @@ T2MLR_DECODE = Case(
     sizes={
         "tiny": {"contexts": (3, 5), "num_new_tokens": 2, "model": "tiny"},
         "standard": {"contexts": (32, 256, 1024), "num_new_tokens": 8, "model": "SmolLM2-135M"},
-        "large": {"contexts": (32, 256, 1024, 4096), "num_new_tokens": 32, "model": "SmolLM2-135M"},
+        "large": {"contexts": (32, 256, 1024, 4096), "num_new_tokens": 16, "model": "SmolLM2-135M"},
     },
     repeats=15,
     has_memory=False,
