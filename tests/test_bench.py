@@ -271,6 +271,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("rlt-step", "--all"),
         ("rlt-step", "--json", "--markdown"),
         ("rlt-step", "--profile", "--json"),
+        ("rlt-step", "--profile", "--repeats", 2),
         ("rlt-step", "--output", tmp_path / "bench.txt"),
         ("rlt-step", "--output", tmp_path / "nowhere" / "bench.json"),
         ("rlt-step", "--repeats", 0),

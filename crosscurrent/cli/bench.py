@@ -72,7 +72,7 @@ def bench(
              crosscurrent bench --all --output bench.json
              crosscurrent bench t2mlr-step --profile --output profile.json
     """
-    _refuse_contradictions(cases, run_all, list_cases, profile, as_json, markdown, output)
+    _refuse_contradictions(cases, run_all, list_cases, repeats, profile, as_json, markdown, output)
 
     from crosscurrent.experiments.bench import CASES, Conditions, find_case
 
@@ -96,6 +96,7 @@ def _refuse_contradictions(
     cases: list[str] | None,
     run_all: bool,
     list_cases: bool,
+    repeats: int | None,
     profile: bool,
     as_json: bool,
     markdown: bool,
@@ -105,8 +106,10 @@ def _refuse_contradictions(
         raise typer.BadParameter("give names of cases, or --all, or --list.")
     if as_json and markdown:
         raise typer.BadParameter("give either --json or --markdown.")
-    if profile and (as_json or markdown):
-        raise typer.BadParameter("--profile prints its own tables: leave out --json and --markdown.")
+    if profile and (as_json or markdown or repeats is not None):
+        raise typer.BadParameter(
+            "--profile runs once and prints its own tables: leave out --repeats, --json and --markdown."
+        )
     if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
         raise typer.BadParameter(f"--output {output}: give a name that ends in .json, in a folder that exists.")
 

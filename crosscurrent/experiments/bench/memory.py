@@ -13,10 +13,9 @@ import torch
 from crosscurrent.experiments.bench.case import Case, Conditions, Subject, Workload
 
 STATUS = Path("/proc/self/status")  # Linux
-RUNS = 2  # the second meets gradients and buffers that the first has left
 # What glibc does with freed memory by default depends on the order of sizes; with a fixed threshold it gives large
-# blocks back at once, so that the resident memory follows what is in use.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+# blocks back at once, so that the resident memory follows what is in use. A lower one costs much time.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
 
 
 def peak_memory(case: Case, subject: str, conditions: Conditions) -> int | None:
@@ -47,23 +46,17 @@ def peak_memory(case: Case, subject: str, conditions: Conditions) -> int | None:
 
 def peak_of(tiny: Callable[[], Workload], real: Callable[[], Workload], device: str) -> int | None:
     """What `peak_memory` measures, in this process."""
-    _run(tiny)
+    tiny().run()
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
-        _run(real)
+        real().run()
         return torch.cuda.max_memory_allocated() - allocated
     before = _resident("VmRSS")
-    _run(real)
+    real().run()
     peak = _resident("VmHWM")
     return None if before is None or peak is None else peak - before
-
-
-def _run(build: Callable[[], Workload]) -> None:
-    workload = build()
-    for _ in range(RUNS):
-        workload.run()
 
 
 def _resident(which: str) -> int | None:
