@@ -6,6 +6,7 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from transformers import logging as transformers_logging
 
+from crosscurrent.cli.bench import bench
 from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
 from crosscurrent.cli.gap import gap
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, retrofit, generate, info, inspect, gap, recipes, train, reproduce, report):
+for command in (demo, retrofit, generate, info, inspect, gap, recipes, train, reproduce, report, bench):
     app.command()(command)
 
 
@@ -54,6 +55,7 @@ def main(
     crosscurrent gap retrofitted notes.txt               how far training is from decoding
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
     crosscurrent reproduce rlt --scale mini              run a whole study
+    crosscurrent bench --all                             measure what recurrence costs
 
     Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error that one line on stderr explains, 2 wrong
     usage. `crosscurrent COMMAND --help` explains a command.
