@@ -108,10 +108,16 @@ class DecoderRun:
     ):
         self.decoder, self.rotation, self.window = decoder, rotation, window
         self.plan, self.memory_labels, self.is_plain, self.keeps_all = plan, memory_labels, is_plain, keeps_all
-        self.memory = [tuple(Entries(part, room=part.shape[2]) for part in group) for group in memory]
+        self.memory = [tuple(Entries(self.stored(part), room=part.shape[2]) for part in group) for group in memory]
         self.num_past = memory_labels.shape[1] - plan.num_tokens
         self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
         self.positions = torch.cat([window.positions, plan.positions], dim=1)
+
+    def stored(self, entries: Tensor) -> Tensor:
+        """Under autocast on a CPU steps attend in float32: converting costs more there than computing."""
+        device = entries.device.type
+        is_widened = device == "cpu" and torch.is_autocast_enabled(device) and len(self.plan.stages) > 1
+        return entries.float() if is_widened else entries
 
     def start(self, keeps_entries: bool) -> Past:
         return Past()
@@ -189,7 +195,7 @@ class _Growing:
 
     def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Part, Part]:
         """What layer `index` sees, its new keys and values included."""
-        window = self.run.window
+        window, keys, values = self.run.window, self.run.stored(keys), self.run.stored(values)
         for entries, earlier, of_window, new in (
             (self.keys, self.past.keys, window.keys, keys),
             (self.values, self.past.values, window.values, values),

@@ -6,6 +6,7 @@ PyTorch's own are used, which these equal up to rounding.
 Shapes: B rows, H heads, S queries, K keys, E head width.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ _FEW_QUERIES = 16  # more are better served by a kernel that does not write thei
 
 
 def normalize(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """`norm(x)`."""
+    """`norm(x)`, in the wider dtype of the two."""
+    x = x.to(torch.promote_types(x.dtype, norm.weight.dtype))  # under autocast they differ, for which norms are slow
     is_plain = type(norm) is nn.RMSNorm and not (norm._forward_hooks or norm._forward_pre_hooks)
     if not (is_step() and is_plain and x.dtype == norm.weight.dtype and norm.eps is not None):
         return norm(x)
@@ -68,11 +70,13 @@ class _FewQueries(torch.autograd.Function):
     def forward(
         ctx: Any, queries: Tensor, _keys: Tensor, _values: Tensor, keys: Part, values: Part, seen: Tensor | None
     ) -> Tensor:
-        scores = torch.matmul(queries, keys.view().transpose(-1, -2)).mul_(queries.shape[-1] ** -0.5)
-        weights = (scores if seen is None else scores.masked_fill_(~seen, -torch.inf)).softmax(dim=-1)
-        ctx.save_for_backward(queries, weights)
-        ctx.keys, ctx.values = keys, values
-        return torch.matmul(weights, values.view())
+        device = queries.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            scores = torch.matmul(queries, keys.view().transpose(-1, -2)).mul_(queries.shape[-1] ** -0.5)
+            weights = (scores if seen is None else scores.masked_fill_(~seen, -torch.inf)).softmax(dim=-1)
+            ctx.save_for_backward(queries, weights)
+            ctx.keys, ctx.values = keys, values
+            return torch.matmul(weights, values.view())
 
     @staticmethod
     @torch.autograd.function.once_differentiable

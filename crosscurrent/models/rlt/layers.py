@@ -97,7 +97,7 @@ class MemoryProjection(nn.Module):
 
     def forward(self, encoded: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         normed = self.norm(encoded)
-        keys = rotate(self.k_norm(split_heads(self.k_proj(normed), self.num_heads)), rotation)
+        keys = rotate(normalize(self.k_norm, split_heads(self.k_proj(normed), self.num_heads)), rotation)
         values = split_heads(self.v_proj(normed), self.num_heads)
         return keys.to(values.dtype), values
 
