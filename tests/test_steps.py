@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import crosscurrent as cc
+from crosscurrent.models.rlt import decoder
 from crosscurrent.recurrence import steps
 from tests.subjects import SUBJECTS, gradients, largest_difference, make_rlt, token_ids
 
@@ -22,7 +23,8 @@ EXACT = cc.Sequential()
 def step_by_step() -> Iterator[None]:
     """Nothing is steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_active_steps", lambda: None)
+        for module in (steps, decoder):
+            patch.setattr(module, "current_steps", lambda: None)
         yield
 
 
@@ -129,7 +131,7 @@ def test_nothing_is_deferred_without_gradients_or_beyond_a_call() -> None:
     with torch.no_grad():
         expected = model(ids).logits
     assert largest_difference(model(ids).logits, expected) < 1e-13
-    assert steps._active_steps() is None
+    assert steps.current_steps() is None
 
 
 @for_deferring

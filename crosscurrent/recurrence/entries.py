@@ -31,40 +31,46 @@ class Entries:
 
     def __init__(self, first: Tensor, room: int):
         self.length = first.shape[2]
-        self._after: Tensor | None = None
-        self._gradient: EntriesGradient | None = None
+        self.after: Tensor | None = None
+        self.gradient: EntriesGradient | None = None
         if torch.compiler.is_compiling():  # compiled code has no place for what a backward pass leaves aside
-            self._storage = first
+            self.storage = first
             return
         is_full = self.length == room
-        self._storage = (
+        self.storage = (
             first.detach().contiguous() if is_full else first.new_empty((*first.shape[:2], room, first.shape[3]))
         )
-        self._gradient = EntriesGradient(self._storage)
-        self._after = _Write.apply(first, first.new_empty(0), None if is_full else self._storage, 0, self._gradient)
+        self.gradient = EntriesGradient(self.storage)
+        self.after = _Write.apply(first, first.new_empty(0), None if is_full else self.storage, 0, self.gradient)
 
     def append(self, new: Tensor) -> "Entries":
         """The entries followed by new ones [B, H, S, E]."""
-        new = new.to(self._storage.dtype)
+        new = new.to(self.storage.dtype)
         changed = copy.copy(self)
         changed.length = self.length + new.shape[2]
-        if self._gradient is None:
-            changed._storage = torch.cat([self._storage, new], dim=2)
+        if self.gradient is None:
+            changed.storage = torch.cat([self.storage, new], dim=2)
         else:
-            changed._after = _Write.apply(new, self._after, self._storage, self.length, self._gradient)
+            changed.after = _Write.apply(new, self.after, self.storage, self.length, self.gradient)
+        return changed
+
+    def extended(self, count: int, after: Tensor) -> "Entries":
+        """The entries with `count` more, which a function of one's own has written: it gave the tensor `after`."""
+        changed = copy.copy(self)
+        changed.length, changed.after = self.length + count, after
         return changed
 
     def part(self, start: int, stop: int) -> "Part":
         """Entries `start` to `stop`."""
-        return Part(self._storage, self._after, self._gradient, start, stop)
+        return Part(self.storage, self.after, self.gradient, start, stop)
 
     def detach(self) -> "Entries":
         """The same entries without gradient history."""
         detached = copy.copy(self)
-        if self._after is None:
-            detached._storage = self._storage.detach()
+        if self.after is None:
+            detached.storage = self.storage.detach()
         else:
-            detached._after, detached._gradient = self._after.detach(), EntriesGradient(self._storage)
+            detached.after, detached.gradient = self.after.detach(), EntriesGradient(self.storage)
         return detached
 
 

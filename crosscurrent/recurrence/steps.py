@@ -24,7 +24,7 @@ _active: ContextVar["Steps | None"] = ContextVar("active_steps", default=None)
 
 
 class Steps:
-    """The steps of one recurrence. While it is active, `together` and `apply_linear` share weights among them.
+    """The steps of one recurrence. While it is active, `apply_linear` shares weights among them.
 
     Args:
         num_steps: how many there will be.
@@ -41,7 +41,7 @@ class Steps:
 
     def __init__(self, num_steps: int, num_rows: int):
         self.num_steps, self.num_rows = num_steps, num_rows
-        self._shared: dict[tuple[int, ...], _SharedWeight] = {}
+        self._shared: dict[tuple[int, ...], SharedWeight] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -51,84 +51,85 @@ class Steps:
         finally:
             _active.reset(token)
 
-    def product(self, x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """x W^T, for several W one below the other."""
+    def shared(self, *weights: Tensor) -> "SharedWeight":
+        """A weight, or several one below the other, for the products of all steps."""
         key = tuple(map(id, weights))
         if key not in self._shared:
-            self._shared[key] = _SharedWeight(weights, self.num_rows if self.num_steps >= _FEWEST_STEPS else None)
-        return self._shared[key].product(x)
-
-
-def together(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """What several linear layers make of one input. In the steps of a recurrence it is one product.
-
-    Whatever an adapter, a quantiser or an offloader has put in a layer's place or around it is called as it is.
-    """
-    steps = _active_steps()
-    if steps is None or not all(_is_plain(linear) for linear in linears):
-        return tuple(linear(x) for linear in linears)
-    plain: Any = linears
-    product = steps.product(x, tuple(linear.weight for linear in plain))
-    products = product.split([len(one.weight) for one in plain], dim=-1) if len(plain) > 1 else (product,)
-    return tuple(
-        product if linear.bias is None else product + linear.bias.to(product.dtype)
-        for product, linear in zip(products, plain, strict=True)
-    )
+            self._shared[key] = SharedWeight(weights, self.num_rows if self.num_steps >= _FEWEST_STEPS else None)
+        return self._shared[key]
 
 
 def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
-    """`linear(x)`, whose weight is shared by the steps of a recurrence."""
-    return together(x, linear)[0]
+    """`linear(x)`, whose weight is shared by the steps of a recurrence.
+
+    Whatever an adapter, a quantiser or an offloader has put in the layer's place or around it is called as it is.
+    """
+    steps = current_steps()
+    if steps is None or not is_plain_linear(linear):
+        found: Tensor = linear(x)
+        return found
+    plain: Any = linear
+    product = steps.shared(plain.weight).product(x)
+    return product if plain.bias is None else product + plain.bias.to(product.dtype)
 
 
-def is_step() -> bool:
-    """Whether the code runs in a step of a recurrence."""
-    return _active_steps() is not None
-
-
-def _active_steps() -> Steps | None:
-    """Compiled code has no place for what a backward pass leaves aside."""
+def current_steps() -> Steps | None:
+    """The recurrence in a step of which the code runs. Compiled code has no place for what a backward pass leaves aside."""
     return None if torch.compiler.is_compiling() else _active.get()
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def is_plain_linear(linear: nn.Module) -> bool:
     """Whether a layer is nothing but its weight and bias: no other class, no replaced forward, no hooks."""
     if type(linear) is not nn.Linear or "forward" in linear.__dict__:
         return False
     return not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
 
 
-class _SharedWeight:
-    """One or several weights, ready for the products of all steps."""
+class SharedWeight:
+    """One or several weights W, one below the other, ready for the products of all steps.
+
+    Attributes:
+        gate: a tensor of no size. An autograd function that uses the weight takes it as an input and gives it no gradient:
+            so the weights' own gradient is made once all such functions have run backward.
+    """
 
     def __init__(self, weights: tuple[Tensor, ...], num_rows: int | None):
         self.weights = weights  # held, so that their ids stay theirs
         device = weights[0].device.type
         self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
         self.num_rows = num_rows
-        self.factors = _Factors()
-        self.gate: Tensor = _Gate.apply(self.factors, *weights)
+        self._factors = _Factors()
+        self.gate: Tensor = _Gate.apply(self._factors, *weights)
         self._forward: _Matrix | None = None
         self._backward: _Matrix | None = None
 
     def product(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
-        if not torch.is_grad_enabled():
-            return self.forward(x)
-        found: Tensor = _Product.apply(x, self.gate, self)
+        """x W^T."""
+        found: Tensor = _Product.apply(self.ready(x), self.gate, self)
         return found
 
+    def ready(self, x: Tensor) -> Tensor:
+        """x in the dtype that products are computed in, as `forward` and `backward` want it."""
+        return x.to(self.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        """x W^T."""
+        """x W^T, without autograd."""
         if self._forward is None:
             self._forward = _Matrix(self._joined(), self.num_rows)
         return self._forward(x)
 
-    def backward(self, gradient: Tensor) -> Tensor:
-        """g W."""
+    def backward(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """From the gradient of `forward(x)` that of x. The weights' part is kept for the gate."""
+        gradient = gradient.to(self.dtype)
+        self.keep(gradient, x)
         if self._backward is None:
             self._backward = _Matrix(self._joined().T, self.num_rows)
         return self._backward(gradient)
+
+    def keep(self, gradient: Tensor, x: Tensor) -> None:
+        """Leave the weights' part of the gradient of `forward(x)` to the gate."""
+        if self.gate.requires_grad:
+            self._factors.keep(x.flatten(0, -2), gradient.flatten(0, -2))
 
     @torch.no_grad()
     def _joined(self) -> Tensor:
@@ -147,13 +148,13 @@ class _Matrix:
     def __init__(self, weight: Tensor, num_rows: int | None):
         is_reordered = num_rows is not None and _can_reorder(weight)
         if is_reordered:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
+            weight = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), num_rows)
         self.weight, self.is_reordered = weight, is_reordered
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.is_reordered:
             return F.linear(x, self.weight)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.weight, None, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x.contiguous(), self.weight, None, "none", [], "")
         return product
 
 
@@ -226,7 +227,7 @@ class _Product(torch.autograd.Function):
     """x W^T, whose backward pass leaves the weight's part to the gate."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: _SharedWeight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: SharedWeight) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         return weight.forward(x)
@@ -235,8 +236,7 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (x,) = ctx.saved_tensors
-        gradient: Tensor = gradients[0]
-        if ctx.needs_input_grad[1]:
-            ctx.weight.factors.keep(x.flatten(0, -2), gradient.flatten(0, -2))
-        of_x = ctx.weight.backward(gradient) if ctx.needs_input_grad[0] else None
-        return of_x, None, None
+        if ctx.needs_input_grad[0]:
+            return ctx.weight.backward(gradients[0], x), None, None
+        ctx.weight.keep(gradients[0], x)
+        return None, None, None

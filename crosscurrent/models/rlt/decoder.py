@@ -7,14 +7,17 @@ H heads, E head width.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
+from crosscurrent.models.rlt.layer_step import MOST_COLUMNS, LayerStep, Place, Seen, is_bare
 from crosscurrent.models.rlt.layers import DecoderLayer, Rotation
 from crosscurrent.recurrence import PADDING, Plan
 from crosscurrent.recurrence.entries import Entries, Part
+from crosscurrent.recurrence.steps import current_steps
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
 
@@ -109,6 +112,7 @@ class DecoderRun:
         self.decoder, self.rotation, self.window = decoder, rotation, window
         self.plan, self.memory_labels, self.is_plain, self.keeps_all = plan, memory_labels, is_plain, keeps_all
         self.memory = [tuple(Entries(self.stored(part), room=part.shape[2]) for part in group) for group in memory]
+        self._layer_steps: list[LayerStep] | None = None
         self.num_past = memory_labels.shape[1] - plan.num_tokens
         self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
         self.positions = torch.cat([window.positions, plan.positions], dim=1)
@@ -135,11 +139,35 @@ class DecoderRun:
         num_keys = self.num_past + stop
         in_memory = seen_causally(self.plan.labels[:, columns], self.memory_labels[:, :num_keys], self.is_plain)
         growing = _Growing(self, past, seen)
+        in_steps = self._in_steps(stop - start)
         for index, layer in enumerate(self.decoder.layers):
             keys, values = self.memory[self.decoder.memory_group(index)]
             memory = keys.part(0, num_keys), values.part(0, num_keys)
-            z = layer(z, rotation, partial(growing.extend, index), in_window, memory, in_memory)
+            if in_steps:
+                before = growing.before(index, z.dtype)
+                mask = in_memory if in_memory is not None or start + 1 == stop else _causal(stop - start, z.device)
+                place = Place(rotation, Seen(*growing.parts(*before), in_window), Seen(*memory, mask))
+                z = growing.keep(*in_steps[index](z, *before, place))
+            else:
+                z = layer(z, rotation, partial(growing.extend, index), in_window, memory, in_memory)
         return z, growing.after()
+
+    def _in_steps(self, num_columns: int) -> list[LayerStep]:
+        """The layers, ready for the steps of a recurrence; none if this is no such step, or if they do not suit one."""
+        steps = current_steps()
+        if steps is None or not self._attends_in_32_bits or num_columns > MOST_COLUMNS:
+            return []
+        if self._layer_steps is None:
+            layers: list[Any] = list(self.decoder.layers)
+            self._layer_steps = [LayerStep(layer, steps) for layer in layers] if all(map(is_bare, layers)) else []
+        return self._layer_steps
+
+    @property
+    def _attends_in_32_bits(self) -> bool:
+        """Scores that are written down would lose too much in 16 bits."""
+        weight = next(self.decoder.layers.parameters())
+        device = weight.device.type
+        return weight.dtype.itemsize >= 4 and (device == "cpu" or not torch.is_autocast_enabled(device))
 
     @cached_property
     def _first_seen(self) -> list[int]:
@@ -193,21 +221,35 @@ class _Growing:
         self.keys: list[Entries] = []
         self.values: list[Entries] = []
 
+    def before(self, index: int, dtype: torch.dtype) -> tuple[Entries, Entries]:
+        """Keys and values of layer `index` before this run, with room for those of the whole call."""
+        if self.past.keys:
+            return self.past.keys[index], self.past.values[index]
+        keys, values = (
+            self._begin(entries[index], dtype) for entries in (self.run.window.keys, self.run.window.values)
+        )
+        return keys, values
+
+    def _begin(self, of_window: Tensor, dtype: torch.dtype) -> Entries:
+        dtype = torch.promote_types(of_window.dtype, dtype) if of_window.shape[2] else dtype
+        return Entries(of_window.to(dtype), room=self.run.labels.shape[1])
+
+    def parts(self, keys: Entries, values: Entries) -> tuple[Part, Part]:
+        """What of the entries the run's columns see."""
+        return keys.part(self.seen.start, self.seen.stop), values.part(self.seen.start, self.seen.stop)
+
+    def keep(self, stream: Tensor, keys: Entries, values: Entries) -> Tensor:
+        """Take over the next layer's entries after this run."""
+        self.keys.append(keys)
+        self.values.append(values)
+        return stream
+
     def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Part, Part]:
         """What layer `index` sees, its new keys and values included."""
-        window, keys, values = self.run.window, self.run.stored(keys), self.run.stored(values)
-        for entries, earlier, of_window, new in (
-            (self.keys, self.past.keys, window.keys, keys),
-            (self.values, self.past.values, window.values, values),
-        ):
-            entries.append((earlier[index] if earlier else self._begin(of_window[index], new)).append(new))
-        return self.keys[-1].part(self.seen.start, self.seen.stop), self.values[-1].part(
-            self.seen.start, self.seen.stop
-        )
-
-    def _begin(self, of_window: Tensor, new: Tensor) -> Entries:
-        dtype = torch.promote_types(of_window.dtype, new.dtype) if of_window.shape[2] else new.dtype
-        return Entries(of_window.to(dtype), room=self.run.labels.shape[1])
+        keys, values = self.run.stored(keys), self.run.stored(values)
+        before = self.before(index, keys.dtype)
+        self.keep(keys, before[0].append(keys), before[1].append(values))
+        return self.parts(self.keys[-1], self.values[-1])
 
     def after(self) -> Past:
         return Past(tuple(self.keys), tuple(self.values))
@@ -237,6 +279,11 @@ def seen_in_window(labels: Tensor, key_labels: Tensor, window: int) -> Tensor:
     place = (key_labels != PADDING).cumsum(dim=1)
     is_near = place[:, -labels.shape[1] :, None] - place[:, None, :] < window
     return seen & is_near[:, None]
+
+
+def _causal(num_tokens: int, device: torch.device) -> Tensor:
+    """[1, 1, S, S] for as many keys as queries."""
+    return torch.ones(1, 1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
 def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.kernels import attend_few, normalize, suits_few_queries
 from crosscurrent.recurrence.entries import Part
-from crosscurrent.recurrence.steps import apply_linear, together
 
 Keys = Tensor | Part  # keys or values to attend to: all of them, or a part of what grows step by step
 Extend = Callable[[Tensor, Tensor], tuple[Keys, Keys]]  # from a token's keys and values to all that it may see
@@ -40,6 +38,13 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), sin)
 
 
+def normalize(norm: nn.Module, heads: Tensor) -> Tensor:
+    """`norm(heads)`. Under autocast what a projection gives is narrower than the norm's weight, and a mixed norm is slow."""
+    weight = getattr(norm, "weight", heads)
+    normed: Tensor = norm(heads.to(torch.promote_types(heads.dtype, weight.dtype)))
+    return normed
+
+
 def split_heads(stream: Tensor, num_heads: int) -> Tensor:
     """[B, S, D] to [B, H, S, E]."""
     return stream.unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -60,12 +65,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend) -> Tensor:
         """The output for a stream [B, S, D]."""
-        projected = together(stream, self.q_proj, self.k_proj, self.v_proj)
-        queries, keys, values = (split_heads(part, self.num_heads) for part in projected)
-        queries = rotate(normalize(self.q_norm, queries), rotation)
-        keys = rotate(normalize(self.k_norm, keys), rotation)
+        queries = rotate(normalize(self.q_norm, split_heads(self.q_proj(stream), self.num_heads)), rotation)
+        keys = rotate(normalize(self.k_norm, split_heads(self.k_proj(stream), self.num_heads)), rotation)
+        values = split_heads(self.v_proj(stream), self.num_heads)
         # Under autocast norms widen what attention narrows again.
-        return apply_linear(self.o_proj, attend(queries, *extend(keys.to(values.dtype), values), seen))
+        return self.o_proj(attend(queries, *extend(keys.to(values.dtype), values), seen))
 
 
 class MemoryAttention(nn.Module):
@@ -79,9 +83,8 @@ class MemoryAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, stream: Tensor, keys: Keys, values: Keys, rotation: Rotation, seen: Tensor | None) -> Tensor:
-        queries = split_heads(apply_linear(self.q_proj, stream), self.num_heads)
-        queries = rotate(normalize(self.q_norm, queries), rotation)
-        return apply_linear(self.o_proj, attend(queries, keys, values, seen))
+        queries = rotate(normalize(self.q_norm, split_heads(self.q_proj(stream), self.num_heads)), rotation)
+        return self.o_proj(attend(queries, keys, values, seen))
 
 
 class MemoryProjection(nn.Module):
@@ -112,8 +115,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        gate, up = together(stream, self.gate_proj, self.up_proj)
-        return apply_linear(self.down_proj, F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(stream)) * self.up_proj(stream))
 
 
 class EncoderLayer(nn.Module):
@@ -153,9 +155,9 @@ class DecoderLayer(nn.Module):
         in_memory: Tensor | None,
     ) -> Tensor:
         """The stream after the layer."""
-        stream = stream + self.self_attn(normalize(self.input_layernorm, stream), rotation, in_window, extend)
-        stream = stream + self.memory_attn(normalize(self.memory_layernorm, stream), *memory, rotation, in_memory)
-        return stream + self.mlp(normalize(self.post_attention_layernorm, stream))
+        stream = stream + self.self_attn(self.input_layernorm(stream), rotation, in_window, extend)
+        stream = stream + self.memory_attn(self.memory_layernorm(stream), *memory, rotation, in_memory)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
 def attend(queries: Tensor, keys: Keys, values: Keys, seen: Tensor | None) -> Tensor:
@@ -163,12 +165,7 @@ def attend(queries: Tensor, keys: Keys, values: Keys, seen: Tensor | None) -> Te
 
     seen: [B or 1, 1, S, K] bool; None: causal, with as many keys as queries, or a lone query that sees all keys.
     """
+    keys, values = (part.tensor() if isinstance(part, Part) else part for part in (keys, values))
     is_causal = seen is None and queries.shape[2] > 1
-    if isinstance(keys, Part) and isinstance(values, Part) and not is_causal and suits_few_queries(queries, keys):
-        heads = attend_few(queries, keys, values, seen)
-    else:
-        keys, values = (part.tensor() if isinstance(part, Part) else part for part in (keys, values))
-        heads = F.scaled_dot_product_attention(
-            queries.to(keys.dtype), keys, values, attn_mask=seen, is_causal=is_causal
-        )
+    heads = F.scaled_dot_product_attention(queries.to(keys.dtype), keys, values, attn_mask=seen, is_causal=is_causal)
     return heads.transpose(1, 2).flatten(2)
