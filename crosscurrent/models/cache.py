@@ -52,9 +52,14 @@ class RecurrentCache(DynamicCache):
         """How many tokens of each row it holds, padding included."""
         return 0 if self.key_labels is None else self.key_labels.shape[1]
 
+    @property
+    def has_plain_tokens(self) -> bool:
+        """Whether every row is in the middle of its one document, without padding, so that a token more is of the same."""
+        return self.is_plain and self.num_columns > 0
+
     def branch(self) -> "RecurrentCache":
         """A cache that can be written to without changing this one. Tensors are shared."""
-        branch = copy.copy(self)
+        branch = shallow_copy(self)
         branch.layers = [branch_layer(layer) for layer in self.layers]
         return branch
 
@@ -233,10 +238,17 @@ def as_recurrent_cache(cache: Any, cache_class: type[RecurrentCache]) -> Recurre
     )
 
 
+def shallow_copy(value: Any) -> Any:
+    """`copy.copy` of a plain object, in a tenth of its time: a token's call copies every layer of the cache."""
+    copied = object.__new__(type(value))
+    copied.__dict__.update(value.__dict__)
+    return copied
+
+
 def branch_layer(layer: Any) -> Any:
     """A copy of a cache layer that can be written to. Tensors are shared: dynamic layers do not write in place, and a
     static one writes behind what this one counts as its own."""
-    branch = copy.copy(layer)
+    branch = shallow_copy(layer)
     if isinstance(layer, StaticLayer):
         branch.cumulative_length = layer.cumulative_length.clone()
     return branch

@@ -105,7 +105,7 @@ class RLTModel(nn.Module):
             core=core,
             carry=self.carry,
             keeps_registers=call.keeps_registers,
-            shares_weights=not weights_come_and_go(self),
+            shares_weights=call.plan.num_tokens > 1 and not weights_come_and_go(self),
         )
 
     def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
@@ -273,7 +273,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         problem = self.model.problem(stream, call)
-        solution = call.solver.solve(problem)
+        solution = call.solve(problem)
         if isinstance(call.branch, RLTCache):
             assert isinstance(problem.core, DecoderRun)
             call.branch.window = problem.core.window_after(solution.past)
