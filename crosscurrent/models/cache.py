@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from crosscurrent.models.growing import GrowingLayer
 from crosscurrent.recurrence import PADDING, RecurrentState, Solution
 
 
@@ -37,6 +38,9 @@ class RecurrentCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig | None = None, max_cache_len: int | None = None):
         super().__init__(config=config)
+        if self.layer_class_to_replicate is DynamicLayer:
+            self.layer_class_to_replicate = GrowingLayer
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.num_places = max_cache_len
         if max_cache_len is not None:
             # Also for layers with a sliding window: the attention mask alone limits what they see.
@@ -211,7 +215,7 @@ def _without_window(layer: Any) -> Any:
             f"the cache has passed its sliding window of {layer.sliding_window} tokens and has dropped entries: call "
             "cache.activate_past_recording() on the new cache, before the first token."
         )
-    whole = DynamicLayer()
+    whole = GrowingLayer()
     if layer.keys is not None and layer.values is not None:
         whole.update(layer.keys, layer.values)
     return whole
@@ -246,8 +250,8 @@ def shallow_copy(value: Any) -> Any:
 
 
 def branch_layer(layer: Any) -> Any:
-    """A copy of a cache layer that can be written to. Tensors are shared: dynamic layers do not write in place, and a
-    static one writes behind what this one counts as its own."""
+    """A copy of a cache layer that can be written to. Tensors are shared: a layer writes behind what it counts as its
+    own, and no two of a growing one to the same place."""
     branch = shallow_copy(layer)
     if isinstance(layer, StaticLayer):
         branch.cumulative_length = layer.cumulative_length.clone()

@@ -237,8 +237,6 @@ def _activated(loop: LayerLoop | None) -> Iterator[None]:
 class _StandIn:
     """What the list hands out in place of a layer; it answers for the layer's attributes."""
 
-    __slots__ = ("_in_range", "_index", "_layer", "_loop")
-
     def __init__(self, loop: LayerLoop, layer: Any, index: int, in_range: bool):
         self._loop, self._layer, self._index, self._in_range = loop, layer, index, in_range
 
