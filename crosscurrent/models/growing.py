@@ -31,6 +31,7 @@ class GrowingLayer(DynamicLayer):
             self._room = None
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return found
+        assert self.keys is not None and self.values is not None
         if self._room is None or not self._room.continues(self.keys, self.values, key_states):
             self._room = _Room(self.keys, self.values, key_states)
         self.keys, self.values = self._room.append(key_states, value_states)

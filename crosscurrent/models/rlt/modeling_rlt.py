@@ -294,10 +294,11 @@ class RLTForCausalLM(RecurrentCausalLM):
         return call.finish(result, solution)
 
 
-def _extender(cache: RLTCache | None, index: int) -> Extend:
+def _extender(cache: RecurrentCache | None, index: int) -> Extend:
     """Puts what the cache's layer `index` holds before new keys and values, and remembers them."""
     if cache is None:
         return lambda keys, values: (keys, values)
+    assert isinstance(cache, RLTCache)
     return partial(cache.extended, layer_idx=index)
 
 
