@@ -6,7 +6,7 @@ H heads, E head width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,7 @@ class DecoderRun:
         self.num_past = memory_labels.shape[1] - plan.num_tokens
         self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
         self.positions = torch.cat([window.positions, plan.positions], dim=1)
+        self._first_seen = self._find_first_seen()
 
     def start(self, keeps_entries: bool) -> Past:
         return Past()
@@ -135,8 +136,7 @@ class DecoderRun:
             z = layer(z, rotation, partial(growing.extend, index), in_window, memory, in_memory)
         return z, growing.after()
 
-    @cached_property
-    def _first_seen(self) -> list[int]:
+    def _find_first_seen(self) -> list[int]:
         """For each column of this call the first of the window's and this call's entries that it, or a later one, sees."""
         num_before, most = self.window.labels.shape[1], self.decoder.config.sliding_window - 1
         if self.is_plain:
