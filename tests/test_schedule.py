@@ -1,11 +1,12 @@
 """The map sigma(t) against a count done by hand, token by token."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
-from crosscurrent.recurrence import PADDING, RecurrentState, Schedule, Tokens
+from crosscurrent.recurrence import PADDING, Plan, RecurrentState, Schedule, Tokens
 from crosscurrent.recurrence.schedule import CARRIED, INITIAL
 
 
@@ -115,3 +116,23 @@ def test_chunks_go_on_across_calls() -> None:
     state = RecurrentState(start.register, prompt.final_num_tokens, prompt.final_segment)
     rest = schedule.plan(Tokens(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool)), state)
     assert rest.source.tolist() == [[CARRIED, CARRIED, 1, 1]]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, None])
+def test_the_plan_of_one_more_token_is_the_general_plan(interval: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        counts, segment = (torch.randint(low, 9, (4,), generator=generator) for low in (1, 0))
+        state = RecurrentState(torch.randn(4, 8, generator=generator), counts, segment)
+        tokens = Tokens(labels=segment[:, None], recurrent=torch.ones(4, 1, dtype=torch.bool))
+        found, expected = Schedule(interval).plan_next(state), Schedule(interval).plan(tokens, state)
+        for field in dataclasses.fields(Plan):
+            left, right = getattr(found, field.name), getattr(expected, field.name)
+            if field.name == "stages":
+                assert [(stage.start, stage.stop) for stage in left] == [(stage.start, stage.stop) for stage in right]
+                assert left[0].any_fused == bool(right[0].any_fused and expected.fused.any())
+                assert left[0].any_initial == bool((expected.source == INITIAL).any())
+            elif isinstance(left, torch.Tensor):
+                assert left.dtype == right.dtype and torch.equal(left, right), field.name
+            else:
+                assert left == right, field.name

@@ -9,10 +9,16 @@ from transformers import CompileConfig
 
 import crosscurrent as cc
 from crosscurrent.models.compat import CACHE_NAME
-from tests.subjects import SUBJECTS, largest_difference, make_rlt, make_t2mlr, token_ids
+from tests.subjects import SUBJECTS, largest_difference, make_t2mlr, token_ids
 from tests.test_generation import GREEDY
 
 STATIC = [
+    "rlt0",
+    "rlt1",
+    "rlt2",
+    "rlt_encoder_window",
+    "rlt_groups",
+    "rlt_no_decoder",
     "t2mlr_eager",
     "t2mlr_first_layers",
     "t2mlr_gemma3",
@@ -105,8 +111,6 @@ def test_what_does_not_fit_is_refused() -> None:
         assert model(token_ids(1, 1), **{CACHE_NAME: cache}).logits.isfinite().all()
     with pytest.raises(ValueError, match="gradients"):
         model.train()(token_ids(1, 5), **{CACHE_NAME: model.new_cache(max_cache_len=6)})
-    with pytest.raises(ValueError, match="no static cache"):
-        make_rlt().generate(token_ids(1, 3), cache_implementation="static", **GREEDY)
 
 
 def count_graphs(model: Any, max_cache_len: int | None) -> list[int]:
@@ -133,9 +137,10 @@ def count_graphs(model: Any, max_cache_len: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("max_cache_len", [40, None])
+@pytest.mark.parametrize("subject", ["t2mlr_llama", "rlt1", "rlt2"])
 @torch.no_grad()
-def test_a_fixed_number_of_graphs(max_cache_len: int | None) -> None:
-    counts = count_graphs(make_t2mlr("llama"), max_cache_len)
+def test_a_fixed_number_of_graphs(subject: str, max_cache_len: int | None) -> None:
+    counts = count_graphs(SUBJECTS[subject](), max_cache_len)
     assert counts[3] == counts[-1]  # the first steps tell the compiler which sizes change: all is compiled then
     assert 0 < counts[-1] <= 20
 
@@ -158,8 +163,9 @@ def test_passes_of_a_solver_are_compiled_once() -> None:
     assert torch.equal(losses[1], model(ids, labels=ids, solver=cc.Jacobi(12, 2)).loss)
 
 
-def test_generate_compiles_and_gives_the_same() -> None:
-    model, ids = make_t2mlr("gemma3"), token_ids(2, 8)
+@pytest.mark.parametrize("subject", ["t2mlr_gemma3", "rlt1"])
+def test_generate_compiles_and_gives_the_same(subject: str) -> None:
+    model, ids = SUBJECTS[subject](), token_ids(2, 8)
     settings = GREEDY | {"max_new_tokens": 12, "solver": cc.Sequential(), "attention_mask": torch.ones_like(ids)}
     expected = model.generate(ids, **settings)
     compile_config: Any = CompileConfig(backend="aot_eager")

@@ -14,12 +14,14 @@ from crosscurrent.models.outputs import RecurrentCausalLMOutput
 from crosscurrent.recurrence import (
     PADDING,
     Plan,
+    Problem,
     RecurrentState,
     Schedule,
     Solution,
     Solver,
     Tokens,
     as_solver,
+    solve_single,
 )
 
 
@@ -67,6 +69,12 @@ class Call:
     def keeps_registers(self) -> bool:
         return self.keeps_cache and self.branch is not None and self.branch.records_past
 
+    def solve(self, problem: Problem) -> Solution:
+        """The solution by the call's solver. One token needs none; for training the solver's own gradient rule applies."""
+        if self.plan.num_tokens == 1 and not torch.is_grad_enabled():
+            return solve_single(problem, self.solver.name)
+        return self.solver.solve(problem)
+
     def finish(self, result: RecurrentCausalLMOutput, solution: Solution) -> RecurrentCausalLMOutput | tuple[Any, ...]:
         """Hand over the cache and the report, now that the call has succeeded."""
         result["solver_report"] = solution.report
@@ -109,19 +117,27 @@ def begin_call(
     if given is not None and given.num_places is not None:
         _check_static(given, shape[1], model.training)
     state = given.state if given is not None and given.state is not None else model.start_state(shape[0])
-    is_real = real_tokens(attention_mask, shape, past_labels, device)
     if attention_mask is not None or given is not None:
         position_ids = None  # only a batch without either tells its documents by its positions alone
-    labels = document_labels(segment_ids, position_ids, is_real, state.segment)
-    tokens = Tokens(labels=labels, recurrent=read_mask("recurrent_mask", recurrent_mask, shape, device))
-    key_labels = labels if past_labels is None else torch.cat([past_labels, labels], dim=1)
+    if (given is None or given.is_plain) and _hides_nothing(attention_mask, shape, past_labels):
+        attention_mask = None
+    says_nothing = attention_mask is None and segment_ids is None and position_ids is None
+    schedule = Schedule(config.feedback_interval)
+    if shape[1] == 1 and says_nothing and recurrent_mask is None and given is not None and given.has_plain_tokens:
+        plan, is_plain = schedule.plan_next(state), True
+    else:
+        is_real = real_tokens(attention_mask, shape, past_labels, device)
+        labels = document_labels(segment_ids, position_ids, is_real, state.segment)
+        is_plain = (given is None or given.is_plain) and (says_nothing or _is_one_document(labels, state, given))
+        recurrent = read_mask("recurrent_mask", recurrent_mask, shape, device)
+        plan = schedule.plan(Tokens(labels=labels, recurrent=recurrent), state)
     keeps_cache = _keeps_cache(model, use_cache, given)
     return Call(
-        plan=Schedule(config.feedback_interval).plan(tokens, state),
+        plan=plan,
         state=state,
         solver=as_solver(solver if solver is not None else config.solver),
-        key_labels=key_labels,
-        is_plain=_is_plain(key_labels, attention_mask, segment_ids, position_ids, given),
+        key_labels=_key_labels(past_labels, plan.labels, is_plain),
+        is_plain=is_plain,
         branch=(given if given is not None else model.new_cache()).branch()
         if keeps_cache or given is not None
         else None,
@@ -144,19 +160,26 @@ def _check_static(cache: RecurrentCache, num_new: int, is_training: bool) -> Non
         )
 
 
-def _is_plain(
-    key_labels: Tensor,
-    attention_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    position_ids: Tensor | None,
-    given: RecurrentCache | None,
-) -> bool:
-    """Known without asking the device if nothing was said of padding or documents, now or earlier."""
-    if given is not None and not given.is_plain:
+def _hides_nothing(mask: Tensor | None, shape: tuple[int, int], past_labels: Tensor | None) -> bool:
+    """Whether a mask calls all tokens real. One that does not fit is left to `real_tokens` to refuse."""
+    if mask is None or mask.dim() != 2 or torch.compiler.is_compiling():  # compiled code must not look into tensors
         return False
-    if attention_mask is None and segment_ids is None and position_ids is None:
-        return True
-    return bool(((key_labels == key_labels[:, :1]) & (key_labels != PADDING)).all())
+    num_past = 0 if past_labels is None else past_labels.shape[1]
+    return mask.shape[0] == shape[0] and mask.shape[1] - shape[1] in (0, num_past) and bool(mask.all())
+
+
+def _is_one_document(labels: Tensor, state: RecurrentState, given: RecurrentCache | None) -> bool:
+    """Whether new tokens [B, T] are all real and of one document per row, the one that a row of the cache is in."""
+    document = labels[:, 0] if given is None or given.num_columns == 0 else state.segment
+    return bool(((labels == document[:, None]) & (labels != PADDING)).all())
+
+
+def _key_labels(past_labels: Tensor | None, labels: Tensor, is_plain: bool) -> Tensor:
+    if past_labels is None:
+        return labels
+    if is_plain:  # all of a row are the same: a view of one, where decoding would copy all of them for each token
+        return labels[:, :1].expand(-1, past_labels.shape[1] + labels.shape[1])
+    return torch.cat([past_labels, labels], dim=1)
 
 
 def _keeps_cache(model: Caller, use_cache: bool | None, given: RecurrentCache | None) -> bool:

@@ -119,9 +119,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             num_new = (ids if ids is not None else embeds).shape[1]  # type: ignore[union-attr]
             cache = model_inputs.get(CACHE_NAME)
             start = 0 if cache is None else cache.num_columns
-            num_generated = max(start + num_new - mask.shape[1], 0)  # tokens after the prompt are recurrent
-            mask = torch.cat([mask != 0, mask.new_ones(mask.shape[0], num_generated, dtype=torch.bool)], dim=1)
-            model_inputs["recurrent_mask"] = mask[:, start : start + num_new]
+            model_inputs["recurrent_mask"] = _mask_of(mask, start, start + num_new)
         return model_inputs
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +185,17 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
             "not supported: its cache has no place for the recurrent state. Pad the prompts on the left and pass them to "
             "generate as one batch."
         )
+
+
+def _mask_of(recurrent_mask: Tensor, start: int, stop: int) -> Tensor | None:
+    """The part of a prompt's mask for columns `start` to `stop`. Tokens after the prompt are recurrent."""
+    num_generated = stop - max(start, recurrent_mask.shape[1])
+    if num_generated == stop - start:
+        return None
+    mask = recurrent_mask != 0
+    if num_generated > 0:
+        mask = torch.cat([mask, mask.new_ones(mask.shape[0], num_generated)], dim=1)
+    return mask[:, start:stop]
 
 
 def _for_rows(cache: RecurrentCache, num_prompts: int, copies: int) -> RecurrentCache:

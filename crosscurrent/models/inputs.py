@@ -37,13 +37,21 @@ def check_token_ids(input_ids: Tensor | None, inputs_embeds: Tensor | None, voca
     if input_ids is not None and not torch.compiler.is_compiling():  # compiled code must not look into tensors
         if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids has dtype {input_ids.dtype}: an integer dtype is needed.")
-        low, high = torch.stack(input_ids.aminmax()).tolist()
+        low, high = _least_and_largest(input_ids)
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"input_ids holds {low if low < 0 else high}: allowed are 0 to {vocab_size - 1} (vocab_size={vocab_size}). "
                 "Is this the model's own tokenizer? For padding use any id inside the vocabulary and an attention_mask."
             )
     return given.shape[0], given.shape[1]
+
+
+def _least_and_largest(ids: Tensor) -> tuple[int, int]:
+    if ids.numel() <= 16:  # a step of decoding: not worth a kernel
+        values = ids.flatten().tolist()
+        return min(values), max(values)
+    low, high = torch.stack(ids.aminmax()).tolist()
+    return low, high
 
 
 def real_tokens(

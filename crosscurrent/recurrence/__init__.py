@@ -11,6 +11,7 @@ from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
 from crosscurrent.recurrence.sequential import Sequential
+from crosscurrent.recurrence.single import solve_single
 from crosscurrent.recurrence.solver import SOLVERS, Solver, as_solver, solver_from_dict, solver_to_dict
 from crosscurrent.recurrence.state import RecurrentState
 
@@ -39,6 +40,7 @@ __all__ = [
     "Stage",
     "Tokens",
     "as_solver",
+    "solve_single",
     "solver_from_dict",
     "solver_to_dict",
 ]

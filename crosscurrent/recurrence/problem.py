@@ -4,8 +4,7 @@ Shapes: B rows, T tokens of this call, D hidden_size.
 """
 
 import warnings
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -59,6 +58,7 @@ class Problem:
         keeps_registers: whether the solution is to hold the register after every column, so that tokens can be taken back.
         shares_weights: whether steps and passes find the same weights, so that they can share what is made of them. Not if
             the weights are sharded or offloaded, and come and go with every call of their module.
+        of_stream: [B, T, N] what the fusion makes of the inputs alone, for all steps and passes; N = 0 if it takes no part.
     """
 
     inputs: Tensor
@@ -69,13 +69,12 @@ class Problem:
     carry: Carry
     keeps_registers: bool = False
     shares_weights: bool = True
+    of_stream: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        _ = self.of_stream  # now: a solver may begin with passes that keep no gradient
+        object.__setattr__(self, "of_stream", self._of_stream())  # now: a solver may begin with passes without gradient
 
-    @cached_property
-    def of_stream(self) -> Tensor:
-        """[B, T, N] what the fusion makes of the inputs alone, for all steps and passes; N = 0 if it takes no part."""
+    def _of_stream(self) -> Tensor:
         if self.fuse is None or not (torch.is_grad_enabled() or any(stage.any_fused for stage in self.plan.stages)):
             return self.inputs[..., :0]
         return self.fuse(self.inputs)

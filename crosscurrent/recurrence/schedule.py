@@ -152,6 +152,32 @@ class Schedule:
             final_segment=torch.where(seen, tokens.labels[row, last_real], state.segment),
         )
 
+    def plan_next(self, state: RecurrentState) -> Plan:
+        """What `plan` gives for one more token in every row, real, recurrent and of the row's current document.
+
+        Decoding makes this plan for each token: it takes few operations, and asks the device nothing.
+
+        Args:
+            state: every row of it has begun a document.
+        """
+        num_before = state.num_tokens[:, None]
+        is_real = torch.ones_like(num_before, dtype=torch.bool)
+        source, own = torch.full_like(num_before, CARRIED), torch.zeros_like(num_before)
+        reads, all_write = self.feedback_interval is not None, self.feedback_interval == 1
+        writes = is_real if all_write else self._writes(is_real, num_before)
+        return Plan(
+            fused=is_real if reads else torch.zeros_like(is_real),
+            writes=writes,
+            source=source,
+            positions=num_before,
+            labels=state.segment[:, None],
+            source_after=own if all_write else torch.where(writes, own, source),
+            stages=(Stage(0, 1, any_fused=reads, any_initial=False),),
+            depth=1,
+            final_num_tokens=state.num_tokens + 1,
+            final_segment=state.segment,
+        )
+
     def _writes(self, is_real: Tensor, positions: Tensor) -> Tensor:
         if self.feedback_interval is None:
             return torch.zeros_like(is_real)

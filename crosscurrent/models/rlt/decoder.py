@@ -6,7 +6,7 @@ H heads, E head width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ class DecoderRun:
         self.num_past = memory_labels.shape[1] - plan.num_tokens
         self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
         self.positions = torch.cat([window.positions, plan.positions], dim=1)
+        self._first_seen = self._find_first_seen()
 
     def stored(self, entries: Tensor) -> Tensor:
         """Under autocast on a CPU steps attend in float32: converting costs more there than computing."""
@@ -169,8 +170,7 @@ class DecoderRun:
         device = weight.device.type
         return weight.dtype.itemsize >= 4 and (device == "cpu" or not torch.is_autocast_enabled(device))
 
-    @cached_property
-    def _first_seen(self) -> list[int]:
+    def _find_first_seen(self) -> list[int]:
         """For each column of this call the first of the window's and this call's entries that it, or a later one, sees."""
         num_before, most = self.window.labels.shape[1], self.decoder.config.sliding_window - 1
         if self.is_plain:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.cache_utils import StaticLayer
 
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.call import Call, begin_call
@@ -34,13 +35,26 @@ from crosscurrent.recurrence import (
 class RLTCache(RecurrentCache):
     """Keys and values of the encoder's layers, then those of the memory groups; the decoder's window; the state.
 
+    Args:
+        num_layers: of the encoder's layers and memory groups together. Needed for max_cache_len alone.
+        max_cache_len: as in `RecurrentCache`.
+
     Attributes:
         window: the decoder's window; None before the first call.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_layers: int = 0, max_cache_len: int | None = None) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        if max_cache_len is not None:
+            self.layer_class_to_replicate = None
+            self.layers = [StaticLayer(max_cache_len=max_cache_len) for _ in range(num_layers)]
         self.window: Window | None = None
+
+    def extended(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Put new keys and values behind those of a layer. Returns all that hold a token."""
+        num_tokens = self.num_columns + keys.shape[2]
+        keys, values = self.update(keys, values, layer_idx)
+        return keys[:, :, :num_tokens], values[:, :, :num_tokens]  # a static layer gives its unused places as well
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._map_rows(change)
@@ -105,7 +119,7 @@ class RLTModel(nn.Module):
             core=core,
             carry=self.carry,
             keeps_registers=call.keeps_registers,
-            shares_weights=not weights_come_and_go(self),
+            shares_weights=call.plan.num_tokens > 1 and not weights_come_and_go(self),
         )
 
     def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
@@ -201,11 +215,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         return self.model.start_state(batch_size)
 
     def new_cache(self, max_cache_len: int | None = None) -> RLTCache:
-        if max_cache_len is not None:
-            raise ValueError(
-                "an RLT has no static cache: leave out max_cache_len (in `generate`: cache_implementation)."
-            )
-        return RLTCache()
+        return RLTCache(len(self.model.encoder) + len(self.model.memory), max_cache_len)
 
     def forward(
         self,
@@ -273,7 +283,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         problem = self.model.problem(stream, call)
-        solution = call.solver.solve(problem)
+        solution = call.solve(problem)
         if isinstance(call.branch, RLTCache):
             assert isinstance(problem.core, DecoderRun)
             call.branch.window = problem.core.window_after(solution.past)
@@ -288,7 +298,8 @@ def _extender(cache: RecurrentCache | None, index: int) -> Callable[[Tensor, Ten
     """Puts what the cache's layer `index` holds before new keys and values, and remembers them."""
     if cache is None:
         return lambda keys, values: (keys, values)
-    return partial(cache.update, layer_idx=index)
+    assert isinstance(cache, RLTCache)
+    return partial(cache.extended, layer_idx=index)
 
 
 def _refuse_unused(kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ indices stay right.
 Shapes: B rows, T tokens of this call, D hidden_size, K keys that a layer sees.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
-from crosscurrent.models.cache import branch_layer, detach_layer
+from crosscurrent.models.cache import branch_layer, detach_layer, shallow_copy
 
 WITHOUT_CHECKPOINTING = (
     "gradient_checkpointing=False in the Trainer's arguments (TRL's switch it on by default), or else "
@@ -151,7 +150,7 @@ class LayerRange:
             )
         if self.cache is not None or not keeps_entries:
             return self.cache
-        return DynamicCache(config=self.config)
+        return DynamicCache(config=self.config.get_text_config(decoder=True))
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, branch_layer)
@@ -185,7 +184,7 @@ class LayerRange:
         """A cache whose layers of the range are changed copies. The given one stays as it is."""
         if past is None:
             return None
-        changed = copy.copy(past)
+        changed = shallow_copy(past)
         changed.layers = list(past.layers)
         for call in self.calls:
             changed.layers[call.index] = change(past.layers[call.index])
@@ -246,23 +245,26 @@ class _StandIn:
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         loop = self._loop
-        if not self._in_range and loop.edit_mask is None:
-            return self._run_layer(hidden, *args, **kwargs)
-        arguments = _by_name(layer_argument_names(self._layer), args) | kwargs
+        if self._in_range or loop.edit_mask is not None:
+            kwargs = _by_name(layer_argument_names(self._layer), args) | kwargs
+            args = ()
         if loop.edit_mask is not None:
-            arguments["attention_mask"] = loop.edit_mask(arguments.get("attention_mask"))
-        if not self._in_range:
-            return self._run_layer(hidden, **arguments)
-        _checked_stream(self._layer, hidden)
+            kwargs["attention_mask"] = loop.edit_mask(kwargs.get("attention_mask"))
+        if self._in_range:
+            return self._record(_checked_stream(self._layer, hidden), kwargs)
+        token = _active.set(None)  # whatever a hook on the layer calls sees the model's own list again
+        try:
+            return _checked_stream(self._layer, self._layer(hidden, *args, **kwargs))
+        finally:
+            _active.reset(token)
+
+    def _record(self, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        loop = self._loop
         loop.calls.append(LayerCall(self._layer, self._index, arguments, hidden.shape[1]))
         if self._index != loop.layer_end - 1:
             return hidden
         with _activated(None):
             return loop.solve(hidden, loop.calls)
-
-    def _run_layer(self, *args: Any, **kwargs: Any) -> Tensor:
-        with _activated(None):  # whatever a hook on the layer calls sees the model's own list again
-            return _checked_stream(self._layer, self._layer(*args, **kwargs))
 
 
 def _checked_stream(layer: Any, stream: Any) -> Tensor:

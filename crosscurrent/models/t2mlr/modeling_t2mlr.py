@@ -289,7 +289,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
                 "dtype you want: `retrofit` and `from_pretrained` keep the recurrent path in float32.",
                 stacklevel=3,
             )
-        if not any(drops_entries(layer) for layer in self.layers._modules.values()):  # type: ignore[arg-type]
+        if not (torch.is_grad_enabled() and any(map(drops_entries, self.layers._modules.values()))):  # type: ignore[arg-type]
             return use_cache
         refuse_reentrant_checkpointing(self.layers)
         if cache is not None:
