@@ -5,8 +5,9 @@ reads) and the solver (how the equations are solved for known tokens). Start wit
 This package needs PyTorch only.
 """
 
-from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, NormalizedSum
+from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, NormalizedSum, ResidualCarry
 from crosscurrent.recurrence.fuse import Fuse, GatedFusion, GatesRead, Merge
+from crosscurrent.recurrence.gradients import GRADIENT_RULES, GradientRule, Implicit, LastPasses
 from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
@@ -15,6 +16,7 @@ from crosscurrent.recurrence.solver import SOLVERS, Solver, as_solver, solver_fr
 from crosscurrent.recurrence.state import RecurrentState
 
 __all__ = [
+    "GRADIENT_RULES",
     "PADDING",
     "SOLVERS",
     "BoundedSum",
@@ -24,13 +26,17 @@ __all__ = [
     "Fuse",
     "GatedFusion",
     "GatesRead",
+    "GradientRule",
+    "Implicit",
     "Jacobi",
     "LastOutput",
+    "LastPasses",
     "Merge",
     "NormalizedSum",
     "Plan",
     "Problem",
     "RecurrentState",
+    "ResidualCarry",
     "Schedule",
     "Sequential",
     "Solution",

@@ -4,8 +4,9 @@ Shapes: B rows, T tokens of this call, D hidden_size.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +19,40 @@ from crosscurrent.recurrence.state import RecurrentState
 OnNonconvergence = Literal["record", "warn", "raise"]
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise unless a solver's setting is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least 1.")
+def check_count(name: str, value: Any, at_least: int = 1) -> None:
+    """Raise unless a solver's setting is an integer of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least {at_least}.")
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Raise unless it is None or a positive number."""
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
+        raise ValueError(f"tolerance={tolerance!r} is not allowed: give a positive number, or None.")
+
+
+def check_nonconvergence(action: Any, tolerance: float | None) -> None:
+    """Raise unless it is known what to do if a tolerance is missed, and there is one to miss."""
+    if action not in get_args(OnNonconvergence):
+        allowed = ", ".join(map(repr, get_args(OnNonconvergence)))
+        raise ValueError(f"on_nonconvergence={action!r} is not allowed: give one of {allowed}.")
+    if action != "record" and tolerance is None:
+        raise ValueError(f"on_nonconvergence={action!r} needs a tolerance to judge by: give one.")
 
 
 class Core(Protocol):
     """A causal stack of layers whose attention sees the entries (keys and values) of earlier tokens.
 
-    `past` holds those entries. It is opaque to solvers. `run` may use up the one it is given: whoever needs the entries
-    before the call once more asks `start` for them.
+    `past` holds those entries. It is opaque to solvers. `run` leaves the one it is given as it was, so that a range can
+    be run again from it.
+
+    Attributes:
+        can_be_split: whether a call can be run in several ranges, each longer than one token. `Sequential` does not ask: it
+            lets `start` raise.
     """
+
+    @property
+    def can_be_split(self) -> bool: ...
 
     def start(self, keeps_entries: bool) -> Any:
         """The entries before this call. `keeps_entries` is True if the call will be run in several ranges."""
@@ -37,6 +60,10 @@ class Core(Protocol):
 
     def run(self, z: Tensor, columns: slice, past: Any) -> tuple[Tensor, Any]:
         """Outputs y [B, S, D] for z [B, S, D] of the given columns of the call, and the entries including them."""
+        ...
+
+    def map(self, past: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """The entries with each of their floating-point tensors changed, always in the same order."""
         ...
 
     def detach(self, past: Any) -> Any:

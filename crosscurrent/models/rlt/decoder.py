@@ -5,7 +5,7 @@ H heads, E head width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ class DecoderRun:
         keeps_all: keep in the window what no token sees any more, since tokens may be taken back.
     """
 
+    can_be_split = True
+
     def __init__(
         self,
         decoder: Decoder,
@@ -103,6 +105,9 @@ class DecoderRun:
 
     def start(self, keeps_entries: bool) -> Window:
         return self.window
+
+    def map(self, past: Window, change: Callable[[Tensor], Tensor]) -> Window:
+        return replace(past, keys=tuple(map(change, past.keys)), values=tuple(map(change, past.values)))
 
     def detach(self, past: Window) -> Window:
         return past.map(Tensor.detach)

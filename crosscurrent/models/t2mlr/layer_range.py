@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
-from crosscurrent.models.cache import branch_layer, detach_layer
+from crosscurrent.models.cache import branch_layer, map_layer
 
 WITHOUT_CHECKPOINTING = (
     "gradient_checkpointing=False in the Trainer's arguments (TRL's switch it on by default), or else "
@@ -51,6 +51,18 @@ class LayerCall:
     def __init__(self, layer: nn.Module, index: int, arguments: dict[str, Any], num_tokens: int):
         self.layer, self.index, self.arguments, self.num_tokens = layer, index, arguments, num_tokens
         self.cache_name = next((name for name in CACHE_NAMES if name in arguments), None)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether it is known how to cut each of the arguments to a range of columns."""
+        return all(self._is_cuttable(name, value) for name, value in self.arguments.items())
+
+    @staticmethod
+    def _is_cuttable(name: str, value: Any) -> bool:
+        if name == "attention_mask":
+            return value is None or (isinstance(value, Tensor) and value.dim() == 4)
+        is_known = name in ("position_ids", "cache_position", *CACHE_NAMES) or name.startswith("position_embeddings")
+        return is_known or not (isinstance(value, Tensor) and value.dim() > 0)
 
     def run(self, hidden: Tensor, columns: slice, past: Any) -> Tensor:
         arguments = dict(self.arguments)
@@ -139,8 +151,15 @@ class LayerRange:
 
     def __init__(self, calls: list[LayerCall], cache: DynamicCache | None, config: PreTrainedConfig):
         self.calls, self.cache, self.config = calls, cache, config
-        self.random_state: tuple[Tensor, Tensor | None] | None = None  # before the first pass
-        self.run_lengths: list[int] = []  # columns of each run, to sort recorded hidden states by
+        self.random_states: dict[int, tuple[Tensor, Tensor | None]] = {}  # before the first pass from each column on
+        self.runs: list[range] = []  # columns of each run, to sort recorded hidden states by
+
+    @property
+    def can_be_split(self) -> bool:
+        """Not under gradient checkpointing, which drops entries, nor if the arguments of a layer cannot be cut."""
+        if self.config._attn_implementation not in ("sdpa", "eager", None):
+            return False
+        return not any(drops_entries(call.layer) for call in self.calls) and all(call.can_be_cut for call in self.calls)
 
     def start(self, keeps_entries: bool) -> DynamicCache | None:
         if keeps_entries and any(drops_entries(call.layer) for call in self.calls):
@@ -155,31 +174,34 @@ class LayerRange:
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, branch_layer)
-        if columns.indices(self.calls[0].num_tokens)[0] == 0:
-            self._repeat_randomness(z.device)
+        start, stop, _ = columns.indices(self.calls[0].num_tokens)
+        self._repeat_randomness(start, z.device)
         if not torch.compiler.is_compiling():  # a list that grows would have every pass compiled anew
-            self.run_lengths.append(z.shape[1])
+            self.runs.append(range(start, stop))
         for call in self.calls:
             z = call.run(z, columns, past)
         return z, past
 
-    def _repeat_randomness(self, device: torch.device) -> None:
-        """Each pass over the call drops out the same features: without that the iteration has no fixed point."""
+    def _repeat_randomness(self, start: int, device: torch.device) -> None:
+        """Each pass over the same columns drops out the same features: without that the iteration has no fixed point."""
         if not self.calls[0].layer.training:
             return
-        if self.random_state is None:
-            self.random_state = (
+        if start not in self.random_states:
+            self.random_states[start] = (
                 torch.get_rng_state(),
                 torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             )
             return
-        on_host, on_device = self.random_state
+        on_host, on_device = self.random_states[start]
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
 
+    def map(self, past: DynamicCache | None, change: Callable[[Tensor], Tensor]) -> DynamicCache | None:
+        return self._map_layers(past, lambda layer: map_layer(layer, change))
+
     def detach(self, past: DynamicCache | None) -> DynamicCache | None:
-        return self._map_layers(past, detach_layer)
+        return self.map(past, Tensor.detach)
 
     def _map_layers(self, past: DynamicCache | None, change: Callable[[Any], Any]) -> DynamicCache | None:
         """A cache whose layers of the range are changed copies. The given one stays as it is."""
