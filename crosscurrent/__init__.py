@@ -18,6 +18,7 @@ from crosscurrent.recurrence import (
     RecurrentState,
     Sequential,
     SolverReport,
+    Sweeps,
 )
 from crosscurrent.version import __version__
 
@@ -35,6 +36,7 @@ __all__ = [
     "RecurrentState",
     "Sequential",
     "SolverReport",
+    "Sweeps",
     "T2MLRCache",
     "T2MLRConfig",
     "T2MLRForCausalLM",

@@ -100,6 +100,9 @@ class RunningMean:
         assert columns == slice(None)
         return torch.tanh(z.cumsum(1) / torch.arange(1, z.shape[1] + 1)[:, None]), None
 
+    def by_columns(self, past: None, first: int) -> Any:
+        raise NotImplementedError
+
     def map(self, past: None, change: Any) -> None:
         return None
 
@@ -162,6 +165,7 @@ def test_last_k_iterations_carry_gradient() -> None:
     [
         cc.Sequential(truncate=7),
         cc.Jacobi(9, 3, tolerance=1e-3, on_nonconvergence="warn"),
+        cc.Sweeps(chunk_size=2, sweeps=1, gradient=cc.Implicit(1), tolerance=1e-2, on_nonconvergence="raise"),
         cc.Jacobi(3, gradient=cc.Implicit(iterations=1, tolerance=1e-2), scan=True, guess="inputs"),
     ],
     ids=repr,
@@ -169,7 +173,7 @@ def test_last_k_iterations_carry_gradient() -> None:
 def test_solvers_survive_the_configuration(solver: cc.Jacobi | cc.Sequential) -> None:
     stored = json.loads(json.dumps(solver_to_dict(solver)))
     assert solver_from_dict(stored) == solver and as_solver(stored) == solver
-    assert set(SOLVERS) == {"sequential", "jacobi"}
+    assert set(SOLVERS) == {"sequential", "jacobi", "sweeps"}
     assert make_rlt(solver=solver).config.solver == solver_to_dict(solver)
 
 

@@ -9,11 +9,12 @@ from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, Normali
 from crosscurrent.recurrence.fuse import Fuse, GatedFusion, GatesRead, Merge
 from crosscurrent.recurrence.gradients import GRADIENT_RULES, GradientRule, Implicit, LastPasses
 from crosscurrent.recurrence.jacobi import Jacobi
-from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
+from crosscurrent.recurrence.problem import ColumnCore, ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
 from crosscurrent.recurrence.sequential import Sequential
 from crosscurrent.recurrence.solver import SOLVERS, Solver, as_solver, solver_from_dict, solver_to_dict
 from crosscurrent.recurrence.state import RecurrentState
+from crosscurrent.recurrence.sweeps import Sweeps
 
 __all__ = [
     "GRADIENT_RULES",
@@ -21,6 +22,7 @@ __all__ = [
     "SOLVERS",
     "BoundedSum",
     "Carry",
+    "ColumnCore",
     "ConvergenceError",
     "Core",
     "Fuse",
@@ -43,6 +45,7 @@ __all__ = [
     "Solver",
     "SolverReport",
     "Stage",
+    "Sweeps",
     "Tokens",
     "as_solver",
     "solver_from_dict",

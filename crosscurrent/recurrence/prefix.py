@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosscurrent.recurrence.problem import Core, Problem, Solution
+from crosscurrent.recurrence.problem import ColumnCore, Core, Problem, Solution
 
 
 def solve_behind_prefix(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
@@ -54,6 +54,9 @@ class CoreBehindPrefix:
     def run(self, z: Tensor, columns: slice, past: Any) -> tuple[Tensor, Any]:
         start, stop, _ = columns.indices(self.num_tokens - self.first)
         return self.core.run(z, slice(self.first + start, self.first + stop), past)
+
+    def by_columns(self, past: Any, first: int) -> ColumnCore:
+        return self.core.by_columns(past, self.first + first)
 
     def map(self, past: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return self.core.map(past, change)

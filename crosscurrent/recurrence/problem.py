@@ -62,12 +62,31 @@ class Core(Protocol):
         """Outputs y [B, S, D] for z [B, S, D] of the given columns of the call, and the entries including them."""
         ...
 
+    def by_columns(self, past: Any, first: int) -> "ColumnCore":
+        """The columns from `first` on, to be run in any order against the entries of all of them. past: before `first`.
+
+        Raises:
+            ValueError: the architecture cannot do that.
+        """
+        ...
+
     def map(self, past: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """The entries with each of their floating-point tensors changed, always in the same order."""
         ...
 
     def detach(self, past: Any) -> Any:
         """The same entries without gradient history."""
+        ...
+
+
+class ColumnCore(Protocol):
+    """A core that keeps entries for all columns of a call, and computes any of them from the newest of those before it."""
+
+    def run(self, z: Tensor, columns: Tensor) -> Tensor:
+        """Outputs [B, S, D] for z [B, S, D] of the given columns ([S] int64, ascending), whose entries become the newest.
+
+        The first run is for all columns.
+        """
         ...
 
 
@@ -93,8 +112,8 @@ class Problem:
     carry: Carry
     keeps_registers: bool = False
 
-    def fused(self, x: Tensor, r: Tensor, columns: slice, any_fused: bool = True) -> Tensor:
-        """z of the given columns, from their inputs x and what they read.
+    def fused(self, x: Tensor, r: Tensor, columns: slice | Tensor, any_fused: bool = True) -> Tensor:
+        """z of the given columns (a range, or [S] int64), from their inputs x and what they read.
 
         With gradients on, the fusion takes part even if no token is fused (`any_fused`): data-parallel training needs
         every parameter to have a gradient, be it zero.
@@ -103,7 +122,7 @@ class Problem:
             return x
         return torch.where(self.plan.fused[:, columns, None], self.fuse(x, r), x)
 
-    def carried(self, y: Tensor, r: Tensor, columns: slice) -> Tensor:
+    def carried(self, y: Tensor, r: Tensor, columns: slice | Tensor) -> Tensor:
         """The states of the given columns."""
         return self.carry(y, r, self.plan.fused[:, columns, None])
 

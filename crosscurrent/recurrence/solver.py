@@ -7,6 +7,7 @@ from crosscurrent.recurrence.gradients import from_settings, gradient_from_dict,
 from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import Problem, Solution
 from crosscurrent.recurrence.sequential import Sequential
+from crosscurrent.recurrence.sweeps import Sweeps
 
 
 class Solver(Protocol):
@@ -17,7 +18,7 @@ class Solver(Protocol):
     def solve(self, problem: Problem) -> Solution: ...
 
 
-SOLVERS: dict[str, Any] = {solver.name: solver for solver in (Sequential, Jacobi)}
+SOLVERS: dict[str, Any] = {solver.name: solver for solver in (Sequential, Jacobi, Sweeps)}
 
 
 def solver_to_dict(solver: Solver) -> dict[str, Any]:

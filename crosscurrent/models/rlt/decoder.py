@@ -6,6 +6,7 @@ H heads, E head width.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,9 @@ class DecoderRun:
     def start(self, keeps_entries: bool) -> Window:
         return self.window
 
+    def by_columns(self, past: Window, first: int) -> "DecoderColumns":
+        return DecoderColumns(self, past, first)
+
     def map(self, past: Window, change: Callable[[Tensor], Tensor]) -> Window:
         return replace(past, keys=tuple(map(change, past.keys)), values=tuple(map(change, past.values)))
 
@@ -155,6 +159,44 @@ class DecoderRun:
         # Real tokens in order, behind the padding, so that the last columns are the last real tokens.
         order = (window.labels != PADDING).long().sort(dim=1, stable=True).indices[:, num_keys - num_kept :]
         return window.map(lambda tensor: _pick_tokens(tensor, order))
+
+
+class DecoderColumns:
+    """The decoder's columns from `first` on in any order, against keys and values of all of them.
+
+    Args:
+        run: the core of the call.
+        window: before column `first`.
+    """
+
+    def __init__(self, run: DecoderRun, window: Window, first: int):
+        self.layers, self.memory_group, self.memory = run.decoder.layers, run.decoder.memory_group, run.memory
+        self.rotation = run.rotation[0][:, :, first:], run.rotation[1][:, :, first:]
+        self.num_before = window.labels.shape[1]
+        labels, positions = run.plan.labels[:, first:], run.plan.positions[:, first:]
+        key_labels = torch.cat([window.labels, labels], dim=1)
+        key_positions = torch.cat([window.positions, positions], dim=1)
+        self.in_window = run._seen_in_window(labels, positions, key_labels, key_positions)
+        self.in_memory = seen_causally(labels, run.memory_labels, is_plain=False)
+        self.keys, self.values = list(window.keys), list(window.values)
+
+    def run(self, z: Tensor, columns: Tensor) -> Tensor:
+        rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
+        assert self.in_window is not None and self.in_memory is not None  # more than one column
+        in_window, in_memory = self.in_window[:, :, columns], self.in_memory[:, :, columns]
+        for index, layer in enumerate(self.layers):
+            extend = partial(self._extended, index, columns)
+            z, self.keys[index], self.values[index] = layer(
+                z, rotation, extend, in_window, self.memory[self.memory_group(index)], in_memory
+            )
+        return z
+
+    def _extended(self, index: int, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        old_keys, old_values = self.keys[index], self.values[index]
+        if old_keys.shape[2] == self.num_before:  # the first run, for all columns
+            return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+        places = self.num_before + columns
+        return old_keys.index_copy(2, places, keys), old_values.index_copy(2, places, values)
 
 
 def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor | None:

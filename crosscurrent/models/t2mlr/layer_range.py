@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
 from crosscurrent.models.cache import branch_layer, map_layer
+from crosscurrent.models.t2mlr.range_columns import RangeColumns
 
 WITHOUT_CHECKPOINTING = (
     "gradient_checkpointing=False in the Trainer's arguments (TRL's switch it on by default), or else "
@@ -65,26 +66,35 @@ class LayerCall:
         return is_known or not (isinstance(value, Tensor) and value.dim() > 0)
 
     def run(self, hidden: Tensor, columns: slice, past: Any) -> Tensor:
-        arguments = dict(self.arguments)
         start, stop, _ = columns.indices(self.num_tokens)
-        if (start, stop) != (0, self.num_tokens):
-            cache_layer = past.layers[self.index]
-            arguments = {name: self._cut(name, value, start, stop, cache_layer) for name, value in arguments.items()}
+        if (start, stop) == (0, self.num_tokens):
+            return self._run(hidden, self.arguments, past)
+        return self.run_cut(
+            hidden, columns, past, lambda mask: self._cut_mask(mask, start, stop, past.layers[self.index])
+        )
+
+    def run_cut(self, hidden: Tensor, columns: slice | Tensor, past: Any, cut_mask: Callable[[Any], Any]) -> Tensor:
+        """Run the layer on some columns, a range or [S] int64, with the arguments for them."""
+        arguments = {
+            name: cut_mask(value) if name == "attention_mask" else self._cut(name, value, columns)
+            for name, value in self.arguments.items()
+        }
+        return self._run(hidden, arguments, past)
+
+    def _run(self, hidden: Tensor, arguments: dict[str, Any], past: Any) -> Tensor:
         if self.cache_name is not None:
-            arguments[self.cache_name] = past
+            arguments = arguments | {self.cache_name: past}
         return _checked_stream(self.layer, self.layer(hidden, **arguments))
 
-    def _cut(self, name: str, value: Any, start: int, stop: int, cache_layer: Any) -> Any:
-        if name == "attention_mask":
-            return self._cut_mask(value, start, stop, cache_layer)
+    def _cut(self, name: str, value: Any, columns: slice | Tensor) -> Any:
         if name == "position_ids":
-            return value if value is None else value[..., start:stop]
+            return value if value is None else value[..., columns]
         if name.startswith("position_embeddings"):
             if isinstance(value, Tensor):
-                return value[..., start:stop, :]
-            return value if value is None else tuple(part[..., start:stop, :] for part in value)
+                return value[..., columns, :]
+            return value if value is None else tuple(part[..., columns, :] for part in value)
         if name == "cache_position":
-            return value if value is None else value[start:stop]
+            return value if value is None else value[columns]
         if isinstance(value, Tensor) and value.dim() > 0 and name not in CACHE_NAMES:
             raise ValueError(
                 f"{type(self.layer).__name__} is given a tensor {name!r} of shape {tuple(value.shape)}, which cannot be cut "
@@ -196,6 +206,14 @@ class LayerRange:
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
+
+    def by_columns(self, past: DynamicCache | None, first: int) -> RangeColumns:
+        if not self.can_be_split or past is None:
+            raise ValueError(
+                "the arguments of the layers cannot be cut to single columns here, as cc.Sweeps needs: load the model with "
+                "attn_implementation='sdpa' or 'eager', or solve with cc.Jacobi, which runs whole sequences."
+            )
+        return RangeColumns(self, past, first)
 
     def map(self, past: DynamicCache | None, change: Callable[[Tensor], Tensor]) -> DynamicCache | None:
         return self._map_layers(past, lambda layer: map_layer(layer, change))

@@ -68,7 +68,7 @@ class RangeRun:
     @staticmethod
     def _last_runs(runs: list[range]) -> list[int]:
         """Of the runs over each range of columns the last one, in the order of the columns."""
-        last = {columns.start: index for index, columns in enumerate(runs)}
+        last = {columns.start: index for index, columns in enumerate(runs) if columns}
         return [last[start] for start in sorted(last)]
 
     def sorted_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
