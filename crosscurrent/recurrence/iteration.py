@@ -70,20 +70,15 @@ class Iteration:
 
         The pass is left out if no token reads a state of this call.
         """
-        problem = self.problem
+        problem, plan = self.problem, self.problem.plan
         outputs, none = problem.inputs.detach(), torch.zeros_like(problem.inputs)
-        if guess == "pass" and problem.plan.depth > 1:
+        if guess == "pass" and plan.depth > 1:
             outputs, _ = problem.core.run(problem.inputs, ALL, problem.core.start(keeps_entries=False))
-        return self.guessed(outputs, none)
-
-    def guessed(self, outputs: Tensor, none: Tensor) -> Iterate:
-        """The guess that follows from outputs without recurrence. none: [B, T, D] zeros."""
-        guess = Iterate(outputs, none, torch.zeros_like(self.problem.plan.fused))
-        if not self.scan or self.problem.plan.depth == 1:
-            return guess
-        states = guess.states(self.problem)
-        read = self.problem.pick(self.problem.plan.source, states)
-        return self.scanned(Iterate(outputs, read, self.problem.plan.fused), states)
+        iterate = Iterate(outputs, none, torch.zeros_like(plan.fused))
+        if not self.scan or plan.depth == 1:
+            return iterate
+        states = iterate.states(problem)
+        return self.scanned(Iterate(outputs, problem.pick(plan.source, states), plan.fused), states)
 
     def run(self, states: Tensor) -> tuple[Iterate, Any]:
         """One fused pass, and the core's entries after it."""

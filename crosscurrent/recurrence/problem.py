@@ -154,7 +154,7 @@ class SolverReport:
 
     Attributes:
         solver: its name.
-        iterations: parallel passes (Jacobi) or dependent steps (Sequential) that were run.
+        iterations: parallel passes (Jacobi; Sweeps, its sweeps and the passes after them) or dependent steps (Sequential).
         exact: the result is the definition's, up to rounding.
         converged: True if exact or the last residual is within the tolerance, False if it is not, None if there was no
             tolerance to judge by.

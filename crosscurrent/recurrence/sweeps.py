@@ -83,7 +83,9 @@ class Sweeps:
         core, plan = problem.core.by_columns(problem.core.start(keeps_entries=True), 0), problem.plan
         with torch.no_grad():
             all_columns = torch.arange(plan.num_tokens, device=problem.inputs.device)
-            guess = Iterate(core.run(problem.inputs, all_columns), torch.zeros_like(problem.inputs), plan.fused & False)
+            guess = Iterate(
+                core.run(problem.inputs, all_columns), torch.zeros_like(problem.inputs), torch.zeros_like(plan.fused)
+            )
             states = guess.states(problem)
             outputs, reads = guess.outputs.clone(), torch.zeros_like(states)
             for _ in range(min(self.sweeps, num_chunks)):
