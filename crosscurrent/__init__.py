@@ -10,21 +10,33 @@ from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
 from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.rlt import RLTCache, RLTConfig, RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRCache, T2MLRConfig, T2MLRForCausalLM, retrofit
-from crosscurrent.recurrence import ConvergenceError, Jacobi, RecurrentState, Sequential, SolverReport
+from crosscurrent.recurrence import (
+    ConvergenceError,
+    Implicit,
+    Jacobi,
+    LastPasses,
+    RecurrentState,
+    Sequential,
+    SolverReport,
+    Sweeps,
+)
 from crosscurrent.version import __version__
 
 __all__ = [
     "CheckpointError",
     "ConvergenceError",
+    "Implicit",
     "Jacobi",
     "LSTMConfig",
     "LSTMForCausalLM",
+    "LastPasses",
     "RLTCache",
     "RLTConfig",
     "RLTForCausalLM",
     "RecurrentState",
     "Sequential",
     "SolverReport",
+    "Sweeps",
     "T2MLRCache",
     "T2MLRConfig",
     "T2MLRForCausalLM",

@@ -136,6 +136,12 @@ def exact_solvers(num_tokens: int) -> dict[str, Any]:
     return {
         "sequential": cc.Sequential(),
         "jacobi": cc.Jacobi(iterations=num_tokens, backward_iterations=num_tokens),
+        "jacobi_inputs": cc.Jacobi(iterations=num_tokens, backward_iterations=num_tokens, guess="inputs"),
+        "jacobi_scan": cc.Jacobi(iterations=num_tokens, backward_iterations=num_tokens, scan=True),
+        "implicit": cc.Jacobi(iterations=num_tokens, gradient=cc.Implicit(iterations=num_tokens)),
+        "sweeps": cc.Sweeps(chunk_size=3, sweeps=num_tokens, gradient=cc.Implicit(num_tokens)),
+        "sweeps_interleaved": cc.Sweeps(chunk_size=2, sweeps=num_tokens, gradient=cc.LastPasses(num_tokens)),
+        "implicit_scan": cc.Jacobi(iterations=num_tokens, gradient=cc.Implicit(iterations=num_tokens), scan=True),
     }
 
 

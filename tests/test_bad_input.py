@@ -86,12 +86,45 @@ def test_t2mlr_settings(settings: dict[str, Any], message: str) -> None:
         ({"tolerance": 0.0}, "tolerance=0.0"),
         ({"on_nonconvergence": "shout"}, "'shout'"),
         ({"on_nonconvergence": "warn"}, "needs a tolerance"),
+        ({"guess": "zeros"}, "guess='zeros'"),
+        ({"gradient": "implicit"}, "gradient='implicit'"),
+        ({"gradient": cc.LastPasses(5), "iterations": 4}, "backward_iterations=5"),
+        ({"gradient": cc.LastPasses(2), "backward_iterations": 3}, "leave one of them out"),
+        ({"gradient": cc.Implicit(2), "backward_iterations": 4}, "leave one of them out"),
     ],
     ids=str,
 )
 def test_jacobi_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cc.Jacobi(**settings)
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        (cc.Implicit, {"iterations": -1}, "iterations=-1.*at least 0"),
+        (cc.Implicit, {"tolerance": -1.0}, "tolerance=-1.0"),
+        (cc.LastPasses, {"passes": 0}, "passes=0"),
+    ],
+    ids=str,
+)
+def test_gradient_rule_settings(rule: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rule(**settings)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        ({"name": "implict"}, "gradient name 'implict' is not known.*'implicit'"),
+        ({"name": "implicit", "iteration": 2}, "implicit has no setting 'iteration'.*iterations"),
+        ({"iterations": 2}, "gradient name None"),
+    ],
+    ids=str,
+)
+def test_stored_gradient_rules(gradient: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cc.RLTConfig(**RLT_SIZES, solver={"name": "jacobi", "gradient": gradient})
 
 
 def test_sequential_settings() -> None:

@@ -58,7 +58,7 @@ def test_help_teaches_by_example(command: str) -> None:
 
 def test_help_shows_defaults() -> None:
     text = run("retrofit", "--help").stdout
-    assert f"[default: {cc.Jacobi.iterations};" in text and f"[default: {cc.Jacobi.backward_iterations};" in text
+    assert f"[default: {cc.Jacobi.iterations};" in text and f"[default: {cc.Jacobi().backward_iterations};" in text
     assert "demo-output" in run("demo", "--help").stdout
 
 

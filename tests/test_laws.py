@@ -24,7 +24,10 @@ from tests.subjects import (
     token_ids,
 )
 
-pytestmark = pytest.mark.usefixtures("exact_arithmetic")
+pytestmark = [
+    pytest.mark.usefixtures("exact_arithmetic"),
+    pytest.mark.filterwarnings("ignore:scan=True has no effect"),  # for RLT, which has nothing to scan
+]
 
 T = 7
 EXACT = 1e-11  # float64 rounding on logits of order 1

@@ -1,5 +1,6 @@
 """Reports, tolerances and what happens when a solver does not converge."""
 
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from crosscurrent.recurrence import (
     RecurrentState,
     Schedule,
     Tokens,
+    as_solver,
     solver_from_dict,
     solver_to_dict,
 )
@@ -89,12 +91,20 @@ def test_no_more_passes_than_there_are_stages() -> None:
 class RunningMean:
     """A core simple enough to write Jacobi out by hand: y_t = tanh(mean of z_1..z_t)."""
 
+    can_be_split = False
+
     def start(self, keeps_entries: bool) -> None:
         return None
 
     def run(self, z: torch.Tensor, columns: slice, past: None) -> tuple[torch.Tensor, None]:
         assert columns == slice(None)
         return torch.tanh(z.cumsum(1) / torch.arange(1, z.shape[1] + 1)[:, None]), None
+
+    def by_columns(self, past: None, first: int) -> Any:
+        raise NotImplementedError
+
+    def map(self, past: None, change: Any) -> None:
+        return None
 
     def detach(self, past: None) -> None:
         return None
@@ -151,11 +161,19 @@ def test_last_k_iterations_carry_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    "solver", [cc.Sequential(truncate=7), cc.Jacobi(9, 3, tolerance=1e-3, on_nonconvergence="warn")]
+    "solver",
+    [
+        cc.Sequential(truncate=7),
+        cc.Jacobi(9, 3, tolerance=1e-3, on_nonconvergence="warn"),
+        cc.Sweeps(chunk_size=2, sweeps=1, gradient=cc.Implicit(1), tolerance=1e-2, on_nonconvergence="raise"),
+        cc.Jacobi(3, gradient=cc.Implicit(iterations=1, tolerance=1e-2), scan=True, guess="inputs"),
+    ],
+    ids=repr,
 )
 def test_solvers_survive_the_configuration(solver: cc.Jacobi | cc.Sequential) -> None:
-    assert solver_from_dict(solver_to_dict(solver)) == solver
-    assert set(SOLVERS) == {"sequential", "jacobi"}
+    stored = json.loads(json.dumps(solver_to_dict(solver)))
+    assert solver_from_dict(stored) == solver and as_solver(stored) == solver
+    assert set(SOLVERS) == {"sequential", "jacobi", "sweeps"}
     assert make_rlt(solver=solver).config.solver == solver_to_dict(solver)
 
 

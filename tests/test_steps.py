@@ -57,13 +57,13 @@ def test_same_loss_and_gradients(
 def test_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """One product per weight, not one per step."""
     taken = []
-    take = steps._Factors.take
+    total = steps._Factors.total
 
     def counting(self: Any) -> Any:
         taken.append(len(self._inputs))
-        return take(self)
+        return total(self)
 
-    monkeypatch.setattr(steps._Factors, "take", counting)
+    monkeypatch.setattr(steps._Factors, "total", counting)
     model, ids = make_rlt().train(), token_ids(2, 9)
     model(ids, labels=ids).loss.backward()
     # Per layer: q, k, v together; o; q and o of the memory; gate and up together; down. In the merge: the gate's

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import crosscurrent as cc
+from crosscurrent.models.t2mlr.layer_range import LayerRange
 from tests.subjects import (
     SIZES,
     T2MLR_BASES,
@@ -94,8 +95,24 @@ def test_attentions_come_from_the_last_pass() -> None:
     expected = base(ids, output_attentions=True).attentions
     model = cc.retrofit(base, 1, 3)
     assert largest_difference(model(ids, output_attentions=True).attentions, expected) == 0.0
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(ids, output_attentions=True, solver=cc.Sequential())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_attentions_of_ranges_that_ran_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, and behind a prompt that is not recurrent, also past a sliding window and after an earlier call."""
+    model, ids = make_t2mlr(name), token_ids(2, 11)
+    model.set_attn_implementation("eager")
+    recurrent = torch.ones_like(ids)
+    recurrent[0, :7], recurrent[1, :6] = 0, 0
+    for past in (0, 5):
+        found: list[Any] = []
+        for is_split, solver in ((True, cc.Jacobi(20)), (True, cc.Sequential()), (False, cc.Jacobi(20))):
+            monkeypatch.setattr(LayerRange, "can_be_split", is_split)
+            cache = None if past == 0 else cache_of(model(ids[:, :past], recurrent_mask=recurrent[:, :past]))
+            settings: Any = {"cache": cache, "solver": solver, "output_attentions": True}
+            found.append(model(ids[:, past:], recurrent_mask=recurrent[:, past:], **settings).attentions)
+        assert len(found[0]) == 4
+        assert largest_difference(found[0], found[2]) < 1e-11 and largest_difference(found[1], found[2]) < 1e-11
 
 
 def test_packed_rows_with_padding_in_eager_and_sdpa_agree() -> None:

@@ -10,6 +10,7 @@ import typer
 class SolverName(StrEnum):
     sequential = "sequential"
     jacobi = "jacobi"
+    sweeps = "sweeps"
 
 
 def generate(

@@ -133,7 +133,7 @@ class RecurrentCache(DynamicCache):
         `model(ids, labels=labels, cache=cache.detach(), use_cache=True)`.
         """
         detached = self.branch()
-        detached.layers = [detach_layer(layer) for layer in self.layers]
+        detached.layers = [map_layer(layer, Tensor.detach) for layer in self.layers]
         detached._map_rows(Tensor.detach)
         return detached
 
@@ -258,11 +258,11 @@ def branch_layer(layer: Any) -> Any:
     return branch
 
 
-def detach_layer(layer: Any) -> Any:
-    """A copy of a cache layer whose keys and values carry no gradient history."""
-    detached = branch_layer(layer)
+def map_layer(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a cache layer with its keys and values changed."""
+    changed = branch_layer(layer)
     for name in ("keys", "values"):
         entries = getattr(layer, name)
         if isinstance(entries, torch.Tensor):
-            setattr(detached, name, entries.detach())
-    return detached
+            setattr(changed, name, change(entries))
+    return changed

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, D hidden_size.  y, r and the result [B, T, D]; `fused`
 state at all: the carry of the others must owe nothing to r.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,20 @@ from torch import Tensor, nn
 
 class Carry(Protocol):
     def __call__(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class ResidualCarry(Protocol):
+    """A carry whose state holds what was read beside y: with y frozen, a recursion along the tokens that can be scanned."""
+
+    detach_residual: bool
+
+    def decay(self, y: Tensor, r: Tensor, fused: Tensor, state: Tensor) -> Tensor:
+        """[B, T, 1] in [0, 1]: the share of a small change of r that reaches the state, the norm's scale held.
+
+        state: what the carry made of y and r. A method that reads no weights: they may be sharded.
+        """
+        ...
 
 
 class NormalizedSum(nn.Module):
@@ -52,6 +66,9 @@ class NormalizedSum(nn.Module):
         residual = torch.where(fused, r, 0).to(y.dtype)
         total = y + (residual.detach() if self.detach_residual else residual)
         return F.rms_norm(total, self.norm.normalized_shape, self.norm.weight.to(total.dtype), self.norm.eps)
+
+    def decay(self, y: Tensor, r: Tensor, fused: Tensor, state: Tensor) -> Tensor:
+        return _growth(y.to(state.dtype) + r.to(state.dtype), state) * fused
 
 
 class BoundedSum(nn.Module):
@@ -95,6 +112,16 @@ class BoundedSum(nn.Module):
         mean_square = total.detach().square().mean(dim=-1, keepdim=True)
         scale = (mean_square + self.eps).rsqrt().clamp(1 / self.bound, self.bound)
         return torch.where(fused, total * scale, y)
+
+    def decay(self, y: Tensor, r: Tensor, fused: Tensor, state: Tensor) -> Tensor:
+        total = y.to(state.dtype) + self.residual_weight * r.to(state.dtype)
+        return (self.residual_weight * _growth(total, state)).clamp(0, 1) * fused
+
+
+def _growth(total: Tensor, state: Tensor) -> Tensor:
+    """[B, T, 1] how much larger the state is than the sum that was normalised, at most 1: a recursion must not blow up."""
+    size = total.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
+    return (state.norm(dim=-1, keepdim=True) / size).clamp(max=1)
 
 
 def state_dtype_for(stream: torch.dtype, asked_for: torch.dtype | None) -> torch.dtype:

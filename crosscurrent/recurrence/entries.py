@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crosscurrent.recurrence.backward_pass import PerBackwardPass
+
 
 class Entries:
     """The entries so far, in a tensor with room for more. An object never changes; `append` gives a new one.
 
-    The room is shared: of two objects that were made from one by `append`, only the later one is to be read.
+    The new one lies in the same tensor. Whoever appends to one that has been appended to before gets a copy of it.
 
     Args:
         first: [B, H, N, E] the entries at the start.
@@ -25,40 +27,49 @@ class Entries:
 
     Example:
         >>> entries = Entries(torch.zeros(1, 1, 2, 4), room=3).append(torch.ones(1, 1, 1, 4))
-        >>> entries.part(1, 3)[0, 0, :, 0].tolist()
+        >>> entries.part(1, 3).tensor()[0, 0, :, 0].tolist()
         [0.0, 1.0]
     """
 
     def __init__(self, first: Tensor, room: int):
-        self.length = first.shape[2]
+        self.length, self.room = first.shape[2], room
+        self._num_used = [self.length]  # of the storage, by whichever object
         self.after: Tensor | None = None
         self.gradient: EntriesGradient | None = None
         if torch.compiler.is_compiling():  # compiled code has no place for what a backward pass leaves aside
             self.storage = first
             return
         is_full = self.length == room
-        self.storage = (
-            first.detach().contiguous() if is_full else first.new_empty((*first.shape[:2], room, first.shape[3]))
-        )
+        shape = (*first.shape[:2], room, first.shape[3])
+        self.storage = first.detach().contiguous() if is_full else first.new_empty(shape)
         self.gradient = EntriesGradient(self.storage)
         self.after = _Write.apply(first, first.new_empty(0), None if is_full else self.storage, 0, self.gradient)
 
     def append(self, new: Tensor) -> "Entries":
         """The entries followed by new ones [B, H, S, E]."""
         new = new.to(self.storage.dtype)
-        changed = copy.copy(self)
-        changed.length = self.length + new.shape[2]
         if self.gradient is None:
-            changed.storage = torch.cat([self.storage, new], dim=2)
-        else:
-            changed.after = _Write.apply(new, self.after, self.storage, self.length, self.gradient)
-        return changed
+            changed = copy.copy(self)
+            changed.length, changed.storage = self.length + new.shape[2], torch.cat([self.storage, new], dim=2)
+            return changed
+        own = self.with_room()
+        after = _Write.apply(new, own.after, own.storage, own.length, own.gradient)
+        return own.extended(new.shape[2], after)
+
+    def with_room(self) -> "Entries":
+        """The entries, with nothing in the storage behind them: a copy if there is something."""
+        return self if self._num_used[0] == self.length else Entries(self.whole(), self.room)
 
     def extended(self, count: int, after: Tensor) -> "Entries":
         """The entries with `count` more, which a function of one's own has written: it gave the tensor `after`."""
         changed = copy.copy(self)
         changed.length, changed.after = self.length + count, after
+        self._num_used[0] = changed.length
         return changed
+
+    def whole(self) -> Tensor:
+        """All entries [B, H, N, E]."""
+        return self.part(0, self.length).tensor()
 
     def part(self, start: int, stop: int) -> "Part":
         """Entries `start` to `stop`."""
@@ -104,21 +115,15 @@ class EntriesGradient:
     """What was sent back to the entries in the backward pass that is running."""
 
     def __init__(self, storage: Tensor):
-        self.storage = storage
-        self._task = -1
-        self._sum: Tensor | None = None
+        contiguous = torch.contiguous_format
+        self._sum = PerBackwardPass(lambda: torch.zeros_like(storage, memory_format=contiguous))
 
     def of(self, part: Part) -> Tensor:
         """The gradient of a part, to be added to in place."""
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._sum, self._task = torch.zeros_like(self.storage, memory_format=torch.contiguous_format), task
-        assert self._sum is not None
-        return self._sum.narrow(2, part.start, part.stop - part.start)
+        return self._sum.value().narrow(2, part.start, part.stop - part.start)
 
-    def take(self, start: int, length: int) -> Tensor | None:
-        if torch._C._current_graph_task_id() != self._task or self._sum is None:
-            return None
-        return self._sum.narrow(2, start, length)
+    def take(self, start: int, length: int) -> Tensor:
+        return self._sum.value().narrow(2, start, length)
 
 
 class _Write(torch.autograd.Function):

@@ -4,8 +4,9 @@ Shapes: B rows, T tokens of this call, D hidden_size.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +19,40 @@ from crosscurrent.recurrence.state import RecurrentState
 OnNonconvergence = Literal["record", "warn", "raise"]
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise unless a solver's setting is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least 1.")
+def check_count(name: str, value: Any, at_least: int = 1) -> None:
+    """Raise unless a solver's setting is an integer of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least {at_least}.")
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Raise unless it is None or a positive number."""
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
+        raise ValueError(f"tolerance={tolerance!r} is not allowed: give a positive number, or None.")
+
+
+def check_nonconvergence(action: Any, tolerance: float | None) -> None:
+    """Raise unless it is known what to do if a tolerance is missed, and there is one to miss."""
+    if action not in get_args(OnNonconvergence):
+        allowed = ", ".join(map(repr, get_args(OnNonconvergence)))
+        raise ValueError(f"on_nonconvergence={action!r} is not allowed: give one of {allowed}.")
+    if action != "record" and tolerance is None:
+        raise ValueError(f"on_nonconvergence={action!r} needs a tolerance to judge by: give one.")
 
 
 class Core(Protocol):
     """A causal stack of layers whose attention sees the entries (keys and values) of earlier tokens.
 
-    `past` holds those entries. It is opaque to solvers. `run` may use up the one it is given: whoever needs the entries
-    before the call once more asks `start` for them.
+    `past` holds those entries. It is opaque to solvers. `run` leaves the one it is given as it was, so that a range can
+    be run again from it.
+
+    Attributes:
+        can_be_split: whether a call can be run in several ranges, each longer than one token. `Sequential` does not ask: it
+            lets `start` raise.
     """
+
+    @property
+    def can_be_split(self) -> bool: ...
 
     def start(self, keeps_entries: bool) -> Any:
         """The entries before this call. `keeps_entries` is True if the call will be run in several ranges."""
@@ -39,8 +62,31 @@ class Core(Protocol):
         """Outputs y [B, S, D] for z [B, S, D] of the given columns of the call, and the entries including them."""
         ...
 
+    def by_columns(self, past: Any, first: int) -> "ColumnCore":
+        """The columns from `first` on, to be run in any order against the entries of all of them. past: before `first`.
+
+        Raises:
+            ValueError: the architecture cannot do that.
+        """
+        ...
+
+    def map(self, past: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """The entries with each of their floating-point tensors changed, always in the same order."""
+        ...
+
     def detach(self, past: Any) -> Any:
         """The same entries without gradient history."""
+        ...
+
+
+class ColumnCore(Protocol):
+    """A core that keeps entries for all columns of a call, and computes any of them from the newest of those before it."""
+
+    def run(self, z: Tensor, columns: Tensor) -> Tensor:
+        """Outputs [B, S, D] for z [B, S, D] of the given columns ([S] int64, ascending), whose entries become the newest.
+
+        The first run is for all columns.
+        """
         ...
 
 
@@ -80,9 +126,14 @@ class Problem:
         return self.fuse(self.inputs)
 
     def fused(
-        self, x: Tensor, r: Tensor, columns: slice, any_fused: bool = True, of_stream: Tensor | None = None
+        self,
+        x: Tensor,
+        r: Tensor,
+        columns: slice | Tensor,
+        any_fused: bool = True,
+        of_stream: Tensor | None = None,
     ) -> Tensor:
-        """z of the given columns, from their inputs x and what they read.
+        """z of the given columns (a range, or [S] int64), from their inputs x and what they read.
 
         With gradients on, the fusion takes part even if no token is fused (`any_fused`): data-parallel training needs
         every parameter to have a gradient, be it zero. `of_stream`: those columns of it, if they are at hand.
@@ -94,7 +145,7 @@ class Problem:
             return x
         return torch.where(self.plan.fused[:, columns, None], self.fuse(x, r, of_stream), x)
 
-    def carried(self, y: Tensor, r: Tensor, columns: slice) -> Tensor:
+    def carried(self, y: Tensor, r: Tensor, columns: slice | Tensor) -> Tensor:
         """The states of the given columns."""
         return self.carry(y, r, self.plan.fused[:, columns, None])
 
@@ -126,7 +177,7 @@ class SolverReport:
 
     Attributes:
         solver: its name.
-        iterations: parallel passes (Jacobi) or dependent steps (Sequential) that were run.
+        iterations: parallel passes (Jacobi; Sweeps, its sweeps and the passes after them) or dependent steps (Sequential).
         exact: the result is the definition's, up to rounding.
         converged: True if exact or the last residual is within the tolerance, False if it is not, None if there was no
             tolerance to judge by.

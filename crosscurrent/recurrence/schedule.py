@@ -7,7 +7,7 @@ hold several documents after one another (packing); nothing crosses from one to 
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class Plan:
         source_after: [B, T] int64, as `source`, for the token that would follow each column in its document.
         depth: the largest number of stages that a document would have by itself. Jacobi iteration is exact after as many
             iterations. It is smaller than the number of stages if a row holds several documents, or chunks do not line up.
+        first_fused: no token before this column is fused, in any row (0 if not known without asking the device).
         final_num_tokens, final_segment: [B] int64, as in `RecurrentState`, after this call.
     """
 
@@ -81,12 +82,33 @@ class Plan:
     source_after: Tensor
     stages: tuple[Stage, ...]
     depth: int
+    first_fused: int
     final_num_tokens: Tensor
     final_segment: Tensor
 
     @property
     def num_tokens(self) -> int:
         return self.fused.shape[1]
+
+    def behind(self, first: int) -> "Plan":
+        """The plan for the columns from `first` on, as a call of their own: what the others wrote is carried into it."""
+        fused = self.fused[:, first:]
+        source, source_after = (
+            _counted_from(first, columns[:, first:]) for columns in (self.source, self.source_after)
+        )
+        stages, depth, first_fused = _stages(source, fused)
+        return replace(
+            self,
+            fused=fused,
+            writes=self.writes[:, first:],
+            source=source,
+            positions=self.positions[:, first:],
+            labels=self.labels[:, first:],
+            source_after=source_after,
+            stages=stages,
+            depth=depth,
+            first_fused=first_fused,
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +157,7 @@ class Schedule:
         no_start = last_start < 0
         source_after = torch.where(no_start & (last_write < 0), torch.where(continues, CARRIED, INITIAL), source_after)
         source = _source_of_each(source_after, starts, continues)
-        stages, depth = _stages(source, fused, starts)
+        stages, depth, first_fused = _stages(source, fused)
         last_real = _last_column(is_real)[:, -1]
         row = torch.arange(len(last_real), device=last_real.device)
         seen = last_real >= 0
@@ -148,6 +170,7 @@ class Schedule:
             source_after=source_after,
             stages=stages,
             depth=depth,
+            first_fused=first_fused,
             final_num_tokens=torch.where(seen, positions[row, last_real] + 1, state.num_tokens),
             final_segment=torch.where(seen, tokens.labels[row, last_real], state.segment),
         )
@@ -174,6 +197,7 @@ class Schedule:
             source_after=own if all_write else torch.where(writes, own, source),
             stages=(Stage(0, 1, any_fused=reads, any_initial=False),),
             depth=1,
+            first_fused=0,
             final_num_tokens=state.num_tokens + 1,
             final_segment=state.segment,
         )
@@ -214,16 +238,23 @@ def _source_of_each(source_after: Tensor, starts: Tensor, continues: Tensor) -> 
     return torch.where(starts, INITIAL, before)
 
 
-def _stages(source: Tensor, fused: Tensor, starts: Tensor) -> tuple[tuple[Stage, ...], int]:
-    """The stages of all rows together, and the depth of the deepest document. One transfer from the device."""
+def _counted_from(first: int, source: Tensor) -> Tensor:
+    """Sources in a call that begins with column `first`: earlier columns are carried into it."""
+    return torch.where(source >= first, source - first, source.clamp(max=CARRIED))
+
+
+def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[Stage, ...], int, int]:
+    """The stages of all rows together, the depth of the deepest document, and the first column that may hold a fused token.
+    One transfer from the device."""
     if source.shape[1] == 1:  # no need to ask the device, which would hold up every step of decoding
-        return (Stage(0, 1, any_fused=True, any_initial=True),), 1
+        return (Stage(0, 1, any_fused=True, any_initial=True),), 1, 0
     read = torch.where(fused, source, INITIAL)
     newest = read.clamp(min=CARRIED).cummax(dim=1).values
     before = torch.cat([torch.full_like(newest[:, :1], CARRIED), newest[:, :-1]], dim=1)
     # Each state of this call that a document reads opens one stage of it: none is written between a read and its source.
     opened = (newest > before).cumsum(dim=1)
-    depth = 1 + (opened - torch.where(starts, opened, 0).cummax(dim=1).values).amax()
+    # A document opens none before its first tokens, which read the initial state, have passed.
+    depth = 1 + (opened - torch.where(source == INITIAL, opened, 0).cummax(dim=1).values).amax()
     initial = fused & (source == INITIAL)
     facts = torch.stack([read.amax(dim=0), fused.any(dim=0), initial.any(dim=0), depth.expand(len(read[0]))]).tolist()
     last_read, any_fused, any_initial, depths = facts
@@ -236,4 +267,4 @@ def _stages(source: Tensor, fused: Tensor, starts: Tensor) -> tuple[tuple[Stage,
         Stage(start, stop, any(any_fused[start:stop]), any(any_initial[start:stop]))
         for start, stop in itertools.pairwise(edges)
     )
-    return stages, depths[0]
+    return stages, depths[0], next((column for column, is_fused in enumerate(any_fused) if is_fused), 0)

@@ -3,10 +3,11 @@
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
+from crosscurrent.recurrence.gradients import from_settings, gradient_from_dict, gradient_to_dict
 from crosscurrent.recurrence.jacobi import Jacobi
 from crosscurrent.recurrence.problem import Problem, Solution
 from crosscurrent.recurrence.sequential import Sequential
-from crosscurrent.suggestions import did_you_mean
+from crosscurrent.recurrence.sweeps import Sweeps
 
 
 class Solver(Protocol):
@@ -17,7 +18,7 @@ class Solver(Protocol):
     def solve(self, problem: Problem) -> Solution: ...
 
 
-SOLVERS: dict[str, Any] = {solver.name: solver for solver in (Sequential, Jacobi)}
+SOLVERS: dict[str, Any] = {solver.name: solver for solver in (Sequential, Jacobi, Sweeps)}
 
 
 def solver_to_dict(solver: Solver) -> dict[str, Any]:
@@ -27,7 +28,9 @@ def solver_to_dict(solver: Solver) -> dict[str, Any]:
         >>> solver_to_dict(Sequential())
         {'name': 'sequential', 'truncate': None}
     """
-    return {"name": solver.name} | asdict(solver)  # type: ignore[call-overload]
+    data = {"name": solver.name} | asdict(solver)  # type: ignore[call-overload]
+    gradient = getattr(solver, "gradient", None)
+    return data if gradient is None else data | {"gradient": gradient_to_dict(gradient)}
 
 
 def solver_from_dict(data: dict[str, Any]) -> Solver:
@@ -37,20 +40,15 @@ def solver_from_dict(data: dict[str, Any]) -> Solver:
         ValueError: the name or a setting is unknown, or a setting's value is not allowed.
 
     Example:
-        >>> solver_from_dict({"name": "jacobi", "iterations": 8})
-        Jacobi(iterations=8, backward_iterations=4, tolerance=None, on_nonconvergence='record')
+        >>> solver_from_dict({"name": "jacobi", "iterations": 8}) == Jacobi(iterations=8, backward_iterations=4)
+        True
+        >>> solver_from_dict({"name": "jacobi", "iterations": 3, "gradient": {"name": "implicit"}}).gradient
+        Implicit(iterations=2, tolerance=None)
     """
     settings = dict(data)
-    name = settings.pop("name", None)
-    if not isinstance(name, str) or name not in SOLVERS:
-        raise ValueError(
-            f"solver name {name!r} is not known: give one of {sorted(SOLVERS)}.{did_you_mean(name, SOLVERS)}"
-        )
-    known = SOLVERS[name].__dataclass_fields__
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"{name} has no setting {key!r}: it has {sorted(known)}.{did_you_mean(key, known)}")
-    solver: Solver = SOLVERS[name](**settings)
+    if isinstance(settings.get("gradient"), dict):
+        settings["gradient"] = gradient_from_dict(settings["gradient"])
+    solver: Solver = from_settings("solver", SOLVERS, settings)
     return solver
 
 

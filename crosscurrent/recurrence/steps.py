@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crosscurrent.recurrence.backward_pass import PerBackwardPass
+
 _FEWEST_STEPS = 4  # for which a weight is worth reordering
 _MOST_ROWS = 4096  # of kept factors, before they are multiplied
 
@@ -98,7 +100,7 @@ class SharedWeight:
         device = weights[0].device.type
         self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
         self.num_rows = num_rows
-        self._factors = _Factors()
+        self._factors = PerBackwardPass(_Factors)
         self.gate: Tensor = _Gate.apply(self._factors, *weights)
         self._forward: _Matrix | None = None
         self._backward: _Matrix | None = None
@@ -129,7 +131,7 @@ class SharedWeight:
     def keep(self, gradient: Tensor, x: Tensor) -> None:
         """Leave the weights' part of the gradient of `forward(x)` to the gate."""
         if self.gate.requires_grad:
-            self._factors.keep(x.flatten(0, -2), gradient.flatten(0, -2))
+            self._factors.value().keep(x.flatten(0, -2), gradient.flatten(0, -2))
 
     @torch.no_grad()
     def _joined(self) -> Tensor:
@@ -169,10 +171,6 @@ class _Factors:
     """Inputs and output gradients of the steps whose backward pass has run."""
 
     def __init__(self) -> None:
-        self._task = -1
-        self._forget()
-
-    def _forget(self) -> None:
         self._inputs: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._num_rows = 0
@@ -180,9 +178,6 @@ class _Factors:
 
     def keep(self, inputs: Tensor, gradients: Tensor) -> None:
         """inputs [N, I] and gradients [N, O] of one step."""
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._forget()  # a backward pass that did not ask for the weight, or failed, left something behind
-            self._task = task
         self._inputs.append(inputs)
         self._gradients.append(gradients)
         self._num_rows += len(inputs)
@@ -191,24 +186,21 @@ class _Factors:
 
     def _multiply(self) -> None:
         product = torch.cat(self._gradients).T @ torch.cat(self._inputs)
-        total = product if self._sum is None else self._sum + product
-        self._forget()
-        self._sum = total
+        self._sum = product if self._sum is None else self._sum + product
+        self._inputs, self._gradients, self._num_rows = [], [], 0
 
-    def take(self) -> Tensor | None:
-        """The sum of outer products [O, I] of all that was kept; it is forgotten."""
+    def total(self) -> Tensor | None:
+        """The sum of outer products [O, I] of all that was kept."""
         if self._inputs:
             self._multiply()
-        taken = self._sum
-        self._forget()
-        return taken
+        return self._sum
 
 
 class _Gate(torch.autograd.Function):
     """A tensor of no size that depends on the weights. Its backward pass runs when all steps have run theirs."""
 
     @staticmethod
-    def forward(ctx: Any, factors: _Factors, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, factors: PerBackwardPass[_Factors], *weights: Tensor) -> Tensor:
         ctx.factors, ctx.sizes, ctx.dtype = factors, [len(weight) for weight in weights], weights[0].dtype
         ctx.set_materialize_grads(False)
         return weights[0].new_empty(0)
@@ -216,7 +208,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *_: Any) -> Any:
-        total = ctx.factors.take()
+        factors = ctx.factors.take()
+        total = None if factors is None else factors.total()
         if total is None:
             return None, *(None for _ in ctx.sizes)
         parts = total.to(ctx.dtype).split(ctx.sizes)

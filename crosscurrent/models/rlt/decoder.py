@@ -83,6 +83,9 @@ class Past:
     keys: tuple[Entries, ...] = ()
     values: tuple[Entries, ...] = ()
 
+    def map(self, change: Callable[[Entries], Entries]) -> "Past":
+        return Past(tuple(map(change, self.keys)), tuple(map(change, self.values)))
+
 
 class DecoderRun:
     """The core of an RLT for one call: `y = decoder(z)` over a range of columns, given the entries before it.
@@ -97,6 +100,8 @@ class DecoderRun:
         is_plain: no padding and one document per row, so that causality alone decides what is seen.
         keeps_all: keep in the window what no token sees any more, since tokens may be taken back.
     """
+
+    can_be_split = True
 
     def __init__(
         self,
@@ -127,8 +132,14 @@ class DecoderRun:
     def start(self, keeps_entries: bool) -> Past:
         return Past()
 
+    def by_columns(self, past: Past, first: int) -> "DecoderColumns":
+        return DecoderColumns(self, past, first)
+
+    def map(self, past: Past, change: Callable[[Tensor], Tensor]) -> Past:
+        return past.map(lambda entries: Entries(change(entries.whole()), room=entries.room))
+
     def detach(self, past: Past) -> Past:
-        return Past(tuple(keys.detach() for keys in past.keys), tuple(values.detach() for values in past.values))
+        return past.map(Entries.detach)
 
     def run(self, z: Tensor, columns: slice, past: Past) -> tuple[Tensor, Past]:
         if not self.decoder.layers:
@@ -136,7 +147,7 @@ class DecoderRun:
         start, stop, _ = columns.indices(self.plan.num_tokens)
         rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
         seen = slice(self._first_seen[start], self.window.labels.shape[1] + stop)
-        in_window = self._seen_in_window(columns, seen)
+        in_window = self.window_mask(columns, seen)
         num_keys = self.num_past + stop
         in_memory = seen_causally(self.plan.labels[:, columns], self.memory_labels[:, :num_keys], self.is_plain)
         growing = _Growing(self, past, seen)
@@ -183,7 +194,7 @@ class DecoderRun:
         first = torch.where(is_real, first, itself).amin(dim=0)[num_before:]
         return first.flip(0).cummin(dim=0).values.flip(0).tolist()
 
-    def _seen_in_window(self, columns: slice, seen: slice) -> Tensor | None:
+    def window_mask(self, columns: slice, seen: slice) -> Tensor | None:
         """[B or 1, 1, S, K]: tokens of the same document, at most W - 1 before the query, or the query itself."""
         labels, positions = self.plan.labels[:, columns], self.plan.positions[:, columns]
         num_queries, num_keys = labels.shape[1], seen.stop - seen.start
@@ -224,7 +235,7 @@ class _Growing:
     def before(self, index: int, dtype: torch.dtype) -> tuple[Entries, Entries]:
         """Keys and values of layer `index` before this run, with room for those of the whole call."""
         if self.past.keys:
-            return self.past.keys[index], self.past.values[index]
+            return self.past.keys[index].with_room(), self.past.values[index].with_room()
         keys, values = (
             self._begin(entries[index], dtype) for entries in (self.run.window.keys, self.run.window.values)
         )
@@ -253,6 +264,42 @@ class _Growing:
 
     def after(self) -> Past:
         return Past(tuple(self.keys), tuple(self.values))
+
+
+class DecoderColumns:
+    """The decoder's columns from `first` on in any order, against keys and values of all of them.
+
+    Args:
+        run: the core of the call.
+        past: before column `first`.
+    """
+
+    def __init__(self, run: DecoderRun, past: Past, first: int):
+        self.layers, self.memory_group, window = run.decoder.layers, run.decoder.memory_group, run.window
+        self.rotation = run.rotation[0][:, :, first:], run.rotation[1][:, :, first:]
+        self.num_before, num_keys = window.labels.shape[1] + first, run.labels.shape[1]
+        self.in_window = run.window_mask(slice(first, None), slice(0, num_keys))
+        self.in_memory = seen_causally(run.plan.labels[:, first:], run.memory_labels, is_plain=False)
+        self.memory = [tuple(part.part(0, part.length) for part in group) for group in run.memory]
+        self.keys = [keys.whole() for keys in past.keys] if past.keys else list(window.keys)
+        self.values = [values.whole() for values in past.values] if past.values else list(window.values)
+
+    def run(self, z: Tensor, columns: Tensor) -> Tensor:
+        rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
+        assert self.in_window is not None and self.in_memory is not None  # more than one column
+        in_window, in_memory = self.in_window[:, :, columns], self.in_memory[:, :, columns]
+        for index, layer in enumerate(self.layers):
+            extend = partial(self._extended, index, columns)
+            z = layer(z, rotation, extend, in_window, self.memory[self.memory_group(index)], in_memory)
+        return z
+
+    def _extended(self, index: int, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        for entries, new in ((self.keys, keys), (self.values, values)):
+            if entries[index].shape[2] == self.num_before:  # the first run, for all columns
+                entries[index] = torch.cat([entries[index], new], dim=2)
+            else:
+                entries[index] = entries[index].index_copy(2, self.num_before + columns, new)
+        return self.keys[index], self.values[index]
 
 
 def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor | None:

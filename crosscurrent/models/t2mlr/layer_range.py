@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
-from crosscurrent.models.cache import branch_layer, detach_layer, shallow_copy
+from crosscurrent.models.cache import branch_layer, map_layer, shallow_copy
+from crosscurrent.models.t2mlr.range_columns import RangeColumns
 
 WITHOUT_CHECKPOINTING = (
     "gradient_checkpointing=False in the Trainer's arguments (TRL's switch it on by default), or else "
@@ -51,27 +52,48 @@ class LayerCall:
         self.layer, self.index, self.arguments, self.num_tokens = layer, index, arguments, num_tokens
         self.cache_name = next((name for name in CACHE_NAMES if name in arguments), None)
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether it is known how to cut each of the arguments to a range of columns."""
+        return all(self._is_cuttable(name, value) for name, value in self.arguments.items())
+
+    @staticmethod
+    def _is_cuttable(name: str, value: Any) -> bool:
+        if name == "attention_mask":
+            return value is None or (isinstance(value, Tensor) and value.dim() == 4)
+        is_known = name in ("position_ids", "cache_position", *CACHE_NAMES) or name.startswith("position_embeddings")
+        return is_known or not (isinstance(value, Tensor) and value.dim() > 0)
+
     def run(self, hidden: Tensor, columns: slice, past: Any) -> Tensor:
-        arguments = dict(self.arguments)
         start, stop, _ = columns.indices(self.num_tokens)
-        if (start, stop) != (0, self.num_tokens):
-            cache_layer = past.layers[self.index]
-            arguments = {name: self._cut(name, value, start, stop, cache_layer) for name, value in arguments.items()}
+        if (start, stop) == (0, self.num_tokens):
+            return self._run(hidden, self.arguments, past)
+        return self.run_cut(
+            hidden, columns, past, lambda mask: self._cut_mask(mask, start, stop, past.layers[self.index])
+        )
+
+    def run_cut(self, hidden: Tensor, columns: slice | Tensor, past: Any, cut_mask: Callable[[Any], Any]) -> Tensor:
+        """Run the layer on some columns, a range or [S] int64, with the arguments for them."""
+        arguments = {
+            name: cut_mask(value) if name == "attention_mask" else self._cut(name, value, columns)
+            for name, value in self.arguments.items()
+        }
+        return self._run(hidden, arguments, past)
+
+    def _run(self, hidden: Tensor, arguments: dict[str, Any], past: Any) -> Tensor:
         if self.cache_name is not None:
-            arguments[self.cache_name] = past
+            arguments = arguments | {self.cache_name: past}
         return _checked_stream(self.layer, self.layer(hidden, **arguments))
 
-    def _cut(self, name: str, value: Any, start: int, stop: int, cache_layer: Any) -> Any:
-        if name == "attention_mask":
-            return self._cut_mask(value, start, stop, cache_layer)
+    def _cut(self, name: str, value: Any, columns: slice | Tensor) -> Any:
         if name == "position_ids":
-            return value if value is None else value[..., start:stop]
+            return value if value is None else value[..., columns]
         if name.startswith("position_embeddings"):
             if isinstance(value, Tensor):
-                return value[..., start:stop, :]
-            return value if value is None else tuple(part[..., start:stop, :] for part in value)
+                return value[..., columns, :]
+            return value if value is None else tuple(part[..., columns, :] for part in value)
         if name == "cache_position":
-            return value if value is None else value[start:stop]
+            return value if value is None else value[columns]
         if isinstance(value, Tensor) and value.dim() > 0 and name not in CACHE_NAMES:
             raise ValueError(
                 f"{type(self.layer).__name__} is given a tensor {name!r} of shape {tuple(value.shape)}, which cannot be cut "
@@ -138,8 +160,15 @@ class LayerRange:
 
     def __init__(self, calls: list[LayerCall], cache: DynamicCache | None, config: PreTrainedConfig):
         self.calls, self.cache, self.config = calls, cache, config
-        self.random_state: tuple[Tensor, Tensor | None] | None = None  # before the first pass
-        self.run_lengths: list[int] = []  # columns of each run, to sort recorded hidden states by
+        self.random_states: dict[int, tuple[Tensor, Tensor | None]] = {}  # before the first pass from each column on
+        self.runs: list[range] = []  # columns of each run, to sort recorded hidden states by
+
+    @property
+    def can_be_split(self) -> bool:
+        """Not under gradient checkpointing, which drops entries, nor if the arguments of a layer cannot be cut."""
+        if self.config._attn_implementation not in ("sdpa", "eager", None):
+            return False
+        return not any(drops_entries(call.layer) for call in self.calls) and all(call.can_be_cut for call in self.calls)
 
     def start(self, keeps_entries: bool) -> DynamicCache | None:
         if keeps_entries and any(drops_entries(call.layer) for call in self.calls):
@@ -154,31 +183,42 @@ class LayerRange:
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, branch_layer)
-        if columns.indices(self.calls[0].num_tokens)[0] == 0:
-            self._repeat_randomness(z.device)
+        start, stop, _ = columns.indices(self.calls[0].num_tokens)
+        self._repeat_randomness(start, z.device)
         if not torch.compiler.is_compiling():  # a list that grows would have every pass compiled anew
-            self.run_lengths.append(z.shape[1])
+            self.runs.append(range(start, stop))
         for call in self.calls:
             z = call.run(z, columns, past)
         return z, past
 
-    def _repeat_randomness(self, device: torch.device) -> None:
-        """Each pass over the call drops out the same features: without that the iteration has no fixed point."""
+    def _repeat_randomness(self, start: int, device: torch.device) -> None:
+        """Each pass over the same columns drops out the same features: without that the iteration has no fixed point."""
         if not self.calls[0].layer.training:
             return
-        if self.random_state is None:
-            self.random_state = (
+        if start not in self.random_states:
+            self.random_states[start] = (
                 torch.get_rng_state(),
                 torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             )
             return
-        on_host, on_device = self.random_state
+        on_host, on_device = self.random_states[start]
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
 
+    def by_columns(self, past: DynamicCache | None, first: int) -> RangeColumns:
+        if not self.can_be_split or past is None:
+            raise ValueError(
+                "the arguments of the layers cannot be cut to single columns here, as cc.Sweeps needs: load the model with "
+                "attn_implementation='sdpa' or 'eager', or solve with cc.Jacobi, which runs whole sequences."
+            )
+        return RangeColumns(self, past, first)
+
+    def map(self, past: DynamicCache | None, change: Callable[[Tensor], Tensor]) -> DynamicCache | None:
+        return self._map_layers(past, lambda layer: map_layer(layer, change))
+
     def detach(self, past: DynamicCache | None) -> DynamicCache | None:
-        return self._map_layers(past, detach_layer)
+        return self.map(past, Tensor.detach)
 
     def _map_layers(self, past: DynamicCache | None, change: Callable[[Any], Any]) -> DynamicCache | None:
         """A cache whose layers of the range are changed copies. The given one stays as it is."""

@@ -266,7 +266,7 @@ class T2MLRForCausalLM(RecurrentCausalLM):
             loss=None if labels is None else causal_lm_loss(output.logits, labels, call.plan.labels, num_items),
             logits=output.logits,
             hidden_states=run.sorted_hidden_states(output.hidden_states),
-            attentions=run.checked_attentions(output.attentions),
+            attentions=run.sorted_attentions(output.attentions),
         )
         return call.finish(result, run.solution)
 

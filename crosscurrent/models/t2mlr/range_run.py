@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crosscurrent.models.call import Call
@@ -44,33 +45,53 @@ class RangeRun:
         if recorded is None:
             return None
         start, width = self.model.config.layer_start, len(self.core.calls)
-        runs = self._run_lengths("output_hidden_states")
+        runs = self._runs("output_hidden_states")
         first = start + 1
         after = first + width * len(runs)
         groups = [recorded[first + width * i : first + width * (i + 1)] for i in range(len(runs))]
-        if runs[-1] == self.call.plan.num_tokens:
-            in_range = list(groups[-1])
+        last = [groups[i] for i in self._last_runs(runs)]
+        if len(last) == 1:
+            in_range = list(last[0])
         else:
-            in_range = [
-                torch.cat(parts, dim=1) for parts in zip(*(group[: width - 1] for group in groups), strict=True)
-            ]
+            in_range = [torch.cat(parts, dim=1) for parts in zip(*(group[: width - 1] for group in last), strict=True)]
             # The base puts its last layer's entry through the final norm, at full length.
             whole = groups[-1][-1].shape[1] == self.call.plan.num_tokens
-            in_range.append(groups[-1][-1] if whole else torch.cat([group[-1] for group in groups], dim=1))
+            in_range.append(groups[-1][-1] if whole else torch.cat([group[-1] for group in last], dim=1))
         before = recorded[:first]
         if start == 0:
             before = (self.inputs,)
         return (*before, *in_range, *recorded[after:])
 
-    def _run_lengths(self, asked_for: str) -> list[int]:
-        if not self.core.run_lengths:
+    def _runs(self, asked_for: str) -> list[range]:
+        if not self.core.runs:
             raise ValueError(f"{asked_for} is not supported in compiled code: call the model that is not compiled.")
-        return self.core.run_lengths
+        return self.core.runs
 
-    def checked_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    @staticmethod
+    def _last_runs(runs: list[range]) -> list[int]:
+        """Of the runs over each range of columns the last one, in the order of the columns."""
+        last = {columns.start: index for index, columns in enumerate(runs) if columns}
+        return [last[start] for start in sorted(last)]
+
+    def sorted_attentions(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        """One entry per layer, [B, H, T, K]. Ranges of columns that ran apart did not see all keys: zeros are put there."""
         if not recorded:
             return recorded
-        start, width, runs = self.model.config.layer_start, len(self.core.calls), self._run_lengths("output_attentions")
-        if runs[-1] != self.call.plan.num_tokens:
-            raise ValueError("output_attentions needs a solver that runs whole sequences, such as cc.Jacobi.")
-        return (*recorded[:start], *recorded[start + width * (len(runs) - 1) :])
+        start, width, runs = self.model.config.layer_start, len(self.core.calls), self._runs("output_attentions")
+        last = self._last_runs(runs)
+        in_range = [
+            self._joined([recorded[start + width * index + layer] for index in last], [runs[index] for index in last])
+            for layer in range(width)
+        ]
+        return (*recorded[:start], *in_range, *recorded[start + width * len(runs) :])
+
+    def _joined(self, attentions: list[Tensor], runs: list[range]) -> Tensor:
+        is_static = self.call.branch is not None and self.call.branch.num_places is not None
+        later = [0 if is_static else self.call.plan.num_tokens - columns.stop for columns in runs]
+        num_keys = max(part.shape[-1] + num_later for part, num_later in zip(attentions, later, strict=True))
+        # Keys that are missing in front have left a sliding window.
+        parts = [
+            F.pad(part, (num_keys - part.shape[-1] - num_later, num_later))
+            for part, num_later in zip(attentions, later, strict=True)
+        ]
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
