@@ -56,4 +56,4 @@ def test_one_token_without_a_solver_is_what_each_solver_gives(subject: str) -> N
                 (r.solver, r.iterations, r.exact, r.converged, len(r.residuals))
                 for r in (short.solver_report, whole.solver_report)
             ]
-            assert facts[0] == facts[1] and facts[0][0] == solver_name
+            assert facts[0] == facts[1] and facts[0][0] == solver.name

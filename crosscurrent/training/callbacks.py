@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.wrapped import recurrent_model
-from crosscurrent.recurrence import Jacobi, as_solver
+from crosscurrent.recurrence import Implicit, Jacobi, as_solver
 from crosscurrent.training.schedules import Ramp, Steps
 
 Count = int | Steps | Ramp
@@ -24,7 +24,8 @@ class SolverSchedule(TrainerCallback):
 
     Args:
         iterations: d_forward; a number, or one that changes with the step (values of a `Ramp` are rounded).
-        backward_iterations: d_backward, in the same way.
+        backward_iterations: d_backward, in the same way: gradients then flow through the last passes. None: as the
+            model's solver has it.
 
     Raises:
         ValueError: at some step a value is not allowed, such as more backward iterations than iterations; or, when
@@ -39,17 +40,24 @@ class SolverSchedule(TrainerCallback):
         ValueError: from step 1000 on: backward_iterations=4 is not allowed: give 1 to iterations=2.
     """
 
-    def __init__(self, iterations: Count, backward_iterations: Count):
+    def __init__(self, iterations: Count, backward_iterations: Count | None = None):
         self.iterations, self.backward_iterations = iterations, backward_iterations
         for step in sorted({*_change_points(iterations), *_change_points(backward_iterations)}):
             try:
-                Jacobi(*self.at(step))
+                self.changed(Jacobi(1, gradient=Implicit()), step)
             except ValueError as error:
                 raise ValueError(f"from step {step} on: {error}") from None
 
-    def at(self, step: int) -> tuple[int, int]:
+    def at(self, step: int) -> tuple[int, int | None]:
         """(iterations, backward_iterations) of the step after `step` steps."""
         return _value(self.iterations, step), _value(self.backward_iterations, step)
+
+    def changed(self, solver: Jacobi, step: int) -> Jacobi:
+        """The solver of the step after `step` steps, given the model's."""
+        iterations, backward_iterations = self.at(step)
+        if backward_iterations is None:
+            return replace(solver, iterations=iterations)
+        return replace(solver, iterations=iterations, backward_iterations=backward_iterations, gradient=None)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -68,17 +76,16 @@ class SolverSchedule(TrainerCallback):
                 f"the model's solver is {solver!r}, which has no iterations to change: set model.config.solver = "
                 "cc.Jacobi(...), or train without SolverSchedule."
             )
-        iterations, backward_iterations = self.at(step)
-        model.config.solver = replace(solver, iterations=iterations, backward_iterations=backward_iterations)  # type: ignore[attr-defined]
+        model.config.solver = self.changed(solver, step)  # type: ignore[attr-defined]
 
 
-def _value(count: Count, step: int) -> Any:
+def _value(count: Count | None, step: int) -> Any:
     if isinstance(count, Ramp):
         return round(count(step))
     return count(step) if isinstance(count, Steps) else count
 
 
-def _change_points(count: Count) -> Iterable[int]:
+def _change_points(count: Count | None) -> Iterable[int]:
     """The steps at which the value may change, and 0."""
     if isinstance(count, Ramp):
         return range(count.num_steps + 1)

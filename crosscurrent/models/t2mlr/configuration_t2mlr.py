@@ -8,7 +8,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from crosscurrent.models.base import shareable_name
 from crosscurrent.models.checkpoints import refuse_misspelt_settings, refuse_other_model_type
-from crosscurrent.recurrence import GatesRead, Jacobi, Schedule, as_solver, solver_to_dict
+from crosscurrent.recurrence import GatesRead, Implicit, Jacobi, Schedule, as_solver, solver_to_dict
+
+DEFAULT_SOLVER = Jacobi(iterations=4, gradient=Implicit(iterations=2), scan=True, guess="inputs")  # see docs/solvers.md
 
 
 class T2MLRConfig(PreTrainedConfig):
@@ -31,7 +33,8 @@ class T2MLRConfig(PreTrainedConfig):
             constant, without a learned weight, and only where R was read (see `BoundedSum`).
         residual_weight: of R_{t-1} in the cache update, if there is a state_bound.
         solver: what `forward` uses unless told otherwise, as `cc.Jacobi(...)`, `cc.Sequential(...)`, or a dictionary
-            `{"name": "jacobi", "iterations": 16, ...}`.
+            `{"name": "jacobi", "iterations": 16, ...}`. None: `DEFAULT_SOLVER`, chosen in docs/solvers.md; the paper's is
+            `cc.Jacobi(iterations=16, backward_iterations=4)`.
 
     Raises:
         ValueError: the range does not lie in the model, or another value is not allowed.
@@ -80,7 +83,7 @@ class T2MLRConfig(PreTrainedConfig):
         Schedule(self.feedback_interval)
         _check_state_settings(self)
         if self.solver is None:
-            self.solver = Jacobi()
+            self.solver = DEFAULT_SOLVER
         if self.base_config is not None:
             check_layer_range(self.layer_start, self.layer_end, self.get_text_config().num_hidden_layers)
 
