@@ -32,7 +32,7 @@ class PairLinear(nn.Module):
 
     Example:
         >>> linear = PairLinear(hidden_size=8)
-        >>> linear(linear.from_stream(torch.randn(2, 3, 8)), torch.randn(2, 1, 8)).shape
+        >>> linear(linear.of_stream(torch.randn(2, 3, 8)), torch.randn(2, 1, 8)).shape
         torch.Size([2, 3, 8])
     """
 
@@ -41,8 +41,12 @@ class PairLinear(nn.Module):
         self.from_stream = nn.Linear(hidden_size, hidden_size, bias=False)
         self.from_state = nn.Linear(hidden_size, hidden_size)
 
+    def of_stream(self, x: Tensor) -> Tensor:
+        """W_x x."""
+        return apply_linear(self.from_stream, x)
+
     def forward(self, of_stream: Tensor, r: Tensor) -> Tensor:
-        """The sum, given `from_stream(x)` and r."""
+        """The sum, given `of_stream(x)` and r."""
         return of_stream + apply_linear(self.from_state, r)
 
 
@@ -79,7 +83,7 @@ class GatedFusion(nn.Module):
 
     def forward(self, x: Tensor, r: Tensor | None = None, of_stream: Tensor | None = None) -> Tensor:
         if of_stream is None:
-            of_stream = torch.cat([self.current_gate.from_stream(x), self.recurrent_gate.from_stream(x)], dim=-1)
+            of_stream = torch.cat([gate.of_stream(x) for gate in (self.current_gate, self.recurrent_gate)], dim=-1)
         if r is None:
             return of_stream
         r = r.to(x.dtype)  # the state may be kept in a wider type than the stream
@@ -134,7 +138,7 @@ class Merge(nn.Module):
 
     def forward(self, x: Tensor, r: Tensor | None = None, of_stream: Tensor | None = None) -> Tensor:
         if of_stream is None:
-            of_stream = self.gate.from_stream(x)
+            of_stream = self.gate.of_stream(x)
         if r is None:
             return of_stream
         normalized = self.norm(r)

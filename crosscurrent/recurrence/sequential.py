@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosscurrent.recurrence.problem import Problem, Solution, SolverReport, check_count
 from crosscurrent.recurrence.schedule import INITIAL, Stage
-from crosscurrent.recurrence.steps import Steps
+from crosscurrent.recurrence.steps import FEWEST_STEPS, Steps
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Sequential:
 
     def solve(self, problem: Problem) -> Solution:
         plan, steps = problem.plan, self._steps(problem)
-        is_shared = len(steps) > 1 and problem.shares_weights
-        shared = Steps(len(steps), num_rows=plan.fused.numel() // len(steps)) if is_shared else None
+        num_rows = plan.fused.numel() // len(steps) if len(steps) >= FEWEST_STEPS else None
+        shared = Steps(num_rows) if len(steps) > 1 and problem.shares_weights else None
         carried = _Carried(problem.state.register, problem.core.start(keeps_entries=len(steps) > 1))
         initial = problem.initial()
         outputs: list[Tensor] = []

@@ -8,10 +8,10 @@ costs mostly the time to bring it into the order that the kernel wants: on a CPU
 Shapes: a weight W [O, I], inputs x [..., I].
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from crosscurrent.recurrence.backward_pass import PerBackwardPass
 
-_FEWEST_STEPS = 4  # for which a weight is worth reordering
+FEWEST_STEPS = 4  # for which a weight is worth reordering
 _MOST_ROWS = 4096  # of kept factors, before they are multiplied
+
+T = TypeVar("T")
 
 _active: ContextVar["Steps | None"] = ContextVar("active_steps", default=None)
 
@@ -29,11 +31,11 @@ class Steps:
     """The steps of one recurrence. While it is active, `apply_linear` shares weights among them.
 
     Args:
-        num_steps: how many there will be.
-        num_rows: of the inputs, in each step.
+        num_rows: of the inputs, in each step, if there are enough of them (`FEWEST_STEPS`) for weights to be reordered for;
+            None: they stay as they are.
 
     Example:
-        >>> linear, steps = nn.Linear(2, 3, bias=False), Steps(num_steps=4, num_rows=1)
+        >>> linear, steps = nn.Linear(2, 3, bias=False), Steps(num_rows=1)
         >>> with steps.active():
         ...     total = sum(apply_linear(linear, torch.full((1, 2), float(t))).sum() for t in range(4))
         >>> total.backward()
@@ -41,9 +43,10 @@ class Steps:
         [[6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]
     """
 
-    def __init__(self, num_steps: int, num_rows: int):
-        self.num_steps, self.num_rows = num_steps, num_rows
+    def __init__(self, num_rows: int | None):
+        self.num_rows = num_rows
         self._shared: dict[tuple[int, ...], SharedWeight] = {}
+        self._prepared: dict[int, tuple[nn.Module, Any]] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -57,8 +60,20 @@ class Steps:
         """A weight, or several one below the other, for the products of all steps."""
         key = tuple(map(id, weights))
         if key not in self._shared:
-            self._shared[key] = SharedWeight(weights, self.num_rows if self.num_steps >= _FEWEST_STEPS else None)
+            self._shared[key] = SharedWeight(weights, self.num_rows)
         return self._shared[key]
+
+    def prepared(self, module: nn.Module, prepare: "Callable[[nn.Module, Steps], T]") -> T:
+        """What `prepare` makes of a module, made once."""
+        if id(module) not in self._prepared:
+            self._prepared[id(module)] = module, prepare(module, self)
+        found: T = self._prepared[id(module)][1]
+        return found
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no weight has been changed or moved since it was first used."""
+        return all(shared.is_current for shared in self._shared.values())
 
 
 def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
@@ -97,6 +112,7 @@ class SharedWeight:
 
     def __init__(self, weights: tuple[Tensor, ...], num_rows: int | None):
         self.weights = weights  # held, so that their ids stay theirs
+        self._seen = self._marks()
         device = weights[0].device.type
         self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
         self.num_rows = num_rows
@@ -104,6 +120,14 @@ class SharedWeight:
         self.gate: Tensor = _Gate.apply(self._factors, *weights)
         self._forward: _Matrix | None = None
         self._backward: _Matrix | None = None
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(weight.data_ptr(), weight._version) for weight in self.weights]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights are those that were seen first, unchanged."""
+        return self._marks() == self._seen
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T."""

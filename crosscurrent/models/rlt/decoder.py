@@ -17,7 +17,7 @@ from crosscurrent.models.rlt.layer_step import MOST_COLUMNS, LayerStep, Place, S
 from crosscurrent.models.rlt.layers import DecoderLayer, Rotation
 from crosscurrent.recurrence import PADDING, Plan
 from crosscurrent.recurrence.entries import Entries, Part
-from crosscurrent.recurrence.steps import current_steps
+from crosscurrent.recurrence.steps import Steps, current_steps
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
 
@@ -117,7 +117,6 @@ class DecoderRun:
         self.decoder, self.rotation, self.window = decoder, rotation, window
         self.plan, self.memory_labels, self.is_plain, self.keeps_all = plan, memory_labels, is_plain, keeps_all
         self.memory = [tuple(Entries(self.stored(part), room=part.shape[2]) for part in group) for group in memory]
-        self._layer_steps: list[LayerStep] | None = None
         self.num_past = memory_labels.shape[1] - plan.num_tokens
         self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
         self.positions = torch.cat([window.positions, plan.positions], dim=1)
@@ -169,10 +168,7 @@ class DecoderRun:
         steps = current_steps()
         if steps is None or not self._attends_in_32_bits or num_columns > MOST_COLUMNS:
             return []
-        if self._layer_steps is None:
-            layers: list[Any] = list(self.decoder.layers)
-            self._layer_steps = [LayerStep(layer, steps) for layer in layers] if all(map(is_bare, layers)) else []
-        return self._layer_steps
+        return steps.prepared(self.decoder, _layer_steps)
 
     @property
     def _attends_in_32_bits(self) -> bool:
@@ -222,6 +218,10 @@ class DecoderRun:
         # Real tokens in order, behind the padding, so that the last columns are the last real tokens.
         order = (self.labels != PADDING).long().sort(dim=1, stable=True).indices[:, num_keys - num_kept :]
         return whole.map(lambda tensor: _pick_tokens(tensor, order))
+
+
+def _layer_steps(decoder: Any, steps: Steps) -> list[LayerStep]:
+    return [LayerStep(layer, steps) for layer in decoder.layers] if all(map(is_bare, decoder.layers)) else []
 
 
 class _Growing:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.recurrence.entries import Part
+from crosscurrent.recurrence.steps import apply_linear
 
 Keys = Tensor | Part  # keys or values to attend to: all of them, or a part of what grows step by step
 Extend = Callable[[Tensor, Tensor], tuple[Keys, Keys]]  # from a token's keys and values to all that it may see
@@ -65,11 +66,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, stream: Tensor, rotation: Rotation, seen: Tensor | None, extend: Extend) -> Tensor:
         """The output for a stream [B, S, D]."""
-        queries = rotate(normalize(self.q_norm, split_heads(self.q_proj(stream), self.num_heads)), rotation)
-        keys = rotate(normalize(self.k_norm, split_heads(self.k_proj(stream), self.num_heads)), rotation)
-        values = split_heads(self.v_proj(stream), self.num_heads)
+        queries = rotate(
+            normalize(self.q_norm, split_heads(apply_linear(self.q_proj, stream), self.num_heads)), rotation
+        )
+        keys = rotate(normalize(self.k_norm, split_heads(apply_linear(self.k_proj, stream), self.num_heads)), rotation)
+        values = split_heads(apply_linear(self.v_proj, stream), self.num_heads)
         # Under autocast norms widen what attention narrows again.
-        return self.o_proj(attend(queries, *extend(keys.to(values.dtype), values), seen))
+        return apply_linear(self.o_proj, attend(queries, *extend(keys.to(values.dtype), values), seen))
 
 
 class MemoryAttention(nn.Module):
@@ -83,8 +86,10 @@ class MemoryAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, stream: Tensor, keys: Keys, values: Keys, rotation: Rotation, seen: Tensor | None) -> Tensor:
-        queries = rotate(normalize(self.q_norm, split_heads(self.q_proj(stream), self.num_heads)), rotation)
-        return self.o_proj(attend(queries, keys, values, seen))
+        queries = rotate(
+            normalize(self.q_norm, split_heads(apply_linear(self.q_proj, stream), self.num_heads)), rotation
+        )
+        return apply_linear(self.o_proj, attend(queries, keys, values, seen))
 
 
 class MemoryProjection(nn.Module):
@@ -100,8 +105,8 @@ class MemoryProjection(nn.Module):
 
     def forward(self, encoded: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         normed = self.norm(encoded)
-        keys = rotate(normalize(self.k_norm, split_heads(self.k_proj(normed), self.num_heads)), rotation)
-        values = split_heads(self.v_proj(normed), self.num_heads)
+        keys = rotate(normalize(self.k_norm, split_heads(apply_linear(self.k_proj, normed), self.num_heads)), rotation)
+        values = split_heads(apply_linear(self.v_proj, normed), self.num_heads)
         return keys.to(values.dtype), values
 
 
@@ -115,7 +120,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(stream)) * self.up_proj(stream))
+        opened = F.silu(apply_linear(self.gate_proj, stream))
+        return apply_linear(self.down_proj, opened * apply_linear(self.up_proj, stream))
 
 
 class EncoderLayer(nn.Module):

@@ -30,6 +30,7 @@ from crosscurrent.recurrence import (
     RecurrentState,
     Solver,
 )
+from crosscurrent.recurrence.steps import apply_linear
 
 
 class RLTCache(RecurrentCache):
@@ -282,13 +283,14 @@ class RLTForCausalLM(RecurrentCausalLM):
         )
         _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        problem = self.model.problem(stream, call)
-        solution = call.solve(problem)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        with call.steps(self):
+            problem = self.model.problem(stream, call)
+            solution = call.solve(problem)
+            logits = apply_linear(self.lm_head, self.model.norm(solution.outputs[:, kept]))
         if isinstance(call.branch, RLTCache):
             assert isinstance(problem.core, DecoderRun)
             call.branch.window = problem.core.window_after(solution.past)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(self.model.norm(solution.outputs[:, kept]))
         loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)
         result = RecurrentCausalLMOutput(loss=loss, logits=logits)
         return call.finish(result, solution)

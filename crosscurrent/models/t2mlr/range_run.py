@@ -25,17 +25,18 @@ class RangeRun:
     def solve(self, hidden: Tensor, layer_calls: list[LayerCall]) -> Tensor:
         self.inputs = hidden
         self.core = LayerRange(layer_calls, self.call.branch, self.model.config)
-        problem = Problem(
-            inputs=hidden,
-            plan=self.call.plan,
-            state=self.call.state,
-            fuse=InStreamDtype(self.model.fusion),
-            core=self.core,
-            carry=self.model.carry,
-            keeps_registers=self.call.keeps_registers,
-            shares_weights=self.call.plan.num_tokens > 1 and not weights_come_and_go(self.model.fusion),
-        )
-        self.solution = solution = self.call.solve(problem)
+        with self.call.steps(self.model.fusion):
+            problem = Problem(
+                inputs=hidden,
+                plan=self.call.plan,
+                state=self.call.state,
+                fuse=InStreamDtype(self.model.fusion),
+                core=self.core,
+                carry=self.model.carry,
+                keeps_registers=self.call.keeps_registers,
+                shares_weights=self.call.plan.num_tokens > 1 and not weights_come_and_go(self.model.fusion),
+            )
+            self.solution = solution = self.call.solve(problem)
         if self.call.branch is not None:  # the layers after the range write into the same cache
             self.call.branch.layers = solution.past.layers
         return solution.outputs
