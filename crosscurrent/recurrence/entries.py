@@ -42,8 +42,11 @@ class Entries:
         is_full = self.length == room
         shape = (*first.shape[:2], room, first.shape[3])
         self.storage = first.detach().contiguous() if is_full else first.new_empty(shape)
-        self.gradient = EntriesGradient(self.storage)
-        self.after = _Write.apply(first, first.new_empty(0), None if is_full else self.storage, 0, self.gradient)
+        self.gradient, self.after = EntriesGradient(self.storage), first.new_empty(0)
+        if torch.is_grad_enabled():
+            self.after = _Write.apply(first, self.after, None if is_full else self.storage, 0, self.gradient)
+        elif not is_full:
+            self.storage.narrow(2, 0, self.length).copy_(first)
 
     def append(self, new: Tensor) -> "Entries":
         """The entries followed by new ones [B, H, S, E]."""
@@ -53,8 +56,12 @@ class Entries:
             changed.length, changed.storage = self.length + new.shape[2], torch.cat([self.storage, new], dim=2)
             return changed
         own = self.with_room()
-        after = _Write.apply(new, own.after, own.storage, own.length, own.gradient)
-        return own.extended(new.shape[2], after)
+        assert own.after is not None
+        if torch.is_grad_enabled():
+            after = _Write.apply(new, own.after, own.storage, own.length, own.gradient)
+            return own.extended(new.shape[2], after)
+        own.storage.narrow(2, own.length, new.shape[2]).copy_(new)
+        return own.extended(new.shape[2], own.after)
 
     def with_room(self) -> "Entries":
         """The entries, with nothing in the storage behind them: a copy if there is something."""
@@ -108,7 +115,10 @@ class Part:
 
     def tensor(self) -> Tensor:
         """The entries [B, H, stop - start, E]."""
-        return self.view() if self.after is None else _Read.apply(self.after, self)
+        if self.after is None or not torch.is_grad_enabled():
+            return self.view()
+        found: Tensor = _Read.apply(self.after, self)
+        return found
 
 
 class EntriesGradient:

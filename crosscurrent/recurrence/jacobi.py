@@ -114,7 +114,8 @@ class Jacobi:
         iteration, depth = Iteration(problem, self.scan and can_scan(problem)), problem.plan.depth
         stopping = Stopping(self.name, self.tolerance, self.on_nonconvergence)
         num_passes = min(self.iterations, depth)
-        num_finishing = min(self.rule.num_passes, num_passes)
+        # Without gradients all passes but the one that gives the outputs may be left out.
+        num_finishing = min(self.rule.num_passes if torch.is_grad_enabled() else 1, num_passes)
         residuals: list[Tensor] = []
         with torch.no_grad():
             last = iteration.first(self.guess)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from crosscurrent.recurrence.backward_pass import PerBackwardPass
 
 FEWEST_STEPS = 4  # for which a weight is worth reordering
+_FEWEST_ELEMENTS = 2**17  # of a weight: smaller ones stay in the processor's cache, where their order matters little
 _MOST_ROWS = 4096  # of kept factors, before they are multiplied
 
 T = TypeVar("T")
@@ -131,6 +132,8 @@ class SharedWeight:
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T."""
+        if not torch.is_grad_enabled():
+            return self.forward(self.ready(x))
         found: Tensor = _Product.apply(self.ready(x), self.gate, self)
         return found
 
@@ -185,7 +188,8 @@ class _Matrix:
 
 
 def _can_reorder(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    is_large = weight.numel() >= _FEWEST_ELEMENTS and weight.device.type == "cpu"
+    if not is_large or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     has_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bool(torch.backends.mkldnn.enabled) and (weight.dtype == torch.float32 or has_bfloat16)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crosscurrent.experiments.bench.case import Case, Conditions, Ratio, Subject
 from crosscurrent.experiments.bench.workloads import loss_of, prefill, random_tokens, token_by_token, training_step
 from crosscurrent.models.rlt import RLTConfig, RLTForCausalLM
+from crosscurrent.recurrence import Jacobi, LastPasses, Sequential
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "published": {},  # the defaults of RLTConfig
@@ -23,6 +24,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 VARIANTS: Mapping[str, int | None] = {"RLT-0": None, "RLT-1": 1, "RLT-2 (4)": 4}  # by feedback_interval
 LLAMA = "Llama"
+SEQUENTIAL, TO_ROUNDING = "prefill, Sequential", "prefill, Jacobi to 1e-6"
 
 
 def make_rlt(shape: str, device: str, feedback_interval: int | None = 1) -> RLTForCausalLM:
@@ -91,20 +93,22 @@ RLT_STEP = Case(
 
 
 def _prefill_subjects(conditions: Conditions, figures: Mapping[str, Any]) -> list[Subject]:
-    def build(workload: Any) -> Any:
+    def build(workload: Any, **settings: Any) -> Any:
         model = make_rlt(figures["model"], conditions.device)
         ids = random_tokens(model.config.vocab_size, 1, figures["num_tokens"], conditions.device)
-        return workload(model, ids, conditions)
+        return workload(model, ids, conditions, **settings)
 
+    to_rounding = Jacobi(figures["num_tokens"], gradient=LastPasses(1), tolerance=1e-6)
     return [
-        Subject("prefill", lambda: build(prefill)),
+        Subject(SEQUENTIAL, lambda: build(prefill, solver=Sequential())),
+        Subject(TO_ROUNDING, lambda: build(prefill, solver=to_rounding)),
         Subject("token by token", lambda: build(token_by_token)),
     ]
 
 
 RLT_PREFILL = Case(
     name="rlt-prefill",
-    summary="exact prefill of RLT-1 in one call against feeding it the same tokens one by one, batch 1",
+    summary="exact prefill of RLT-1 in one call (by steps, or by Jacobi passes until nothing changes) against one call a token",
     unit="prefill",
     sizes={
         "tiny": {"num_tokens": 6, "model": "tiny"},
@@ -114,5 +118,5 @@ RLT_PREFILL = Case(
     repeats=3,
     has_memory=False,
     subjects=_prefill_subjects,
-    ratios=lambda figures: [Ratio("token by token", "prefill", at_least=4.0)],
+    ratios=lambda figures: [Ratio("token by token", TO_ROUNDING, at_least=4.0), Ratio("token by token", SEQUENTIAL)],
 )

@@ -86,11 +86,13 @@ def token_by_token(model: nn.Module, ids: Tensor, conditions: Conditions) -> Wor
 def decode(model: nn.Module, prompt: Tensor, num_new: int, conditions: Conditions) -> Workload:
     """Seconds per token of greedy decoding after a prompt [B, T], in a plain loop: one call per token.
 
-    The prompt's cache is made once; each run continues a copy of it.
+    The cache of the prompt and of one token more, with what decoding prepares at its first token, is made once; each run
+    continues a copy of it.
     """
     model.eval()
     with torch.no_grad(), conditions.autocast():
-        start = model(prompt, use_cache=True, logits_to_keep=1)
+        cache = model(prompt, use_cache=True, logits_to_keep=1)[CACHE_NAME]
+        start = model(prompt[:, -1:], use_cache=True, **{CACHE_NAME: cache})
 
     def continue_from(cache: Any) -> None:
         token = start.logits[:, -1:].argmax(dim=-1)
