@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crosscurrent.recurrence.kernels import triton_for
+
 
 class Carry(Protocol):
     def __call__(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor: ...
@@ -62,10 +64,13 @@ class NormalizedSum(nn.Module):
         return state_dtype_for(stream, self.state_dtype)
 
     def forward(self, y: Tensor, r: Tensor, fused: Tensor) -> Tensor:
-        y = y.to(self.dtype_for(y.dtype))
-        residual = torch.where(fused, r, 0).to(y.dtype)
-        total = y + (residual.detach() if self.detach_residual else residual)
-        return F.rms_norm(total, self.norm.normalized_shape, self.norm.weight.to(total.dtype), self.norm.eps)
+        dtype, weight = self.dtype_for(y.dtype), self.norm.weight
+        r = r.detach() if self.detach_residual else r
+        kernels = triton_for(y, r, weight, of_dtype=dtype)
+        if kernels is not None:
+            return kernels.normalized_sum(y, r, fused, weight, self.norm.eps, dtype)
+        total = y.to(dtype) + torch.where(fused, r, 0).to(dtype)
+        return F.rms_norm(total, self.norm.normalized_shape, weight.to(dtype), self.norm.eps)
 
     def decay(self, y: Tensor, r: Tensor, fused: Tensor, state: Tensor) -> Tensor:
         return _growth(y.to(state.dtype) + r.to(state.dtype), state) * fused

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from crosscurrent.recurrence.kernels import triton_for
 from crosscurrent.recurrence.steps import apply_linear
 
 GatesRead = Literal["state", "projected_state"]
@@ -89,6 +90,10 @@ class GatedFusion(nn.Module):
         r = r.to(x.dtype)  # the state may be kept in a wider type than the stream
         projected = apply_linear(self.recurrent_projection, r)
         seen = projected if self.gates_read == "projected_state" else r
+        kernels = triton_for(x, of_stream, projected, self.current_scale, self.recurrent_scale)
+        if kernels is not None:
+            of_state = (apply_linear(gate.from_state, seen) for gate in (self.current_gate, self.recurrent_gate))
+            return kernels.gated_fusion(x, of_stream, *of_state, projected, self.current_scale, self.recurrent_scale)
         of_current, of_recurrent = of_stream.chunk(2, dim=-1)
         current = torch.sigmoid(self.current_gate(of_current, seen))
         recurrent = torch.sigmoid(self.recurrent_gate(of_recurrent, seen))
@@ -142,8 +147,13 @@ class Merge(nn.Module):
         if r is None:
             return of_stream
         normalized = self.norm(r)
+        projected = apply_linear(self.state_projection, normalized)
+        kernels = triton_for(x, of_stream, projected)
+        if kernels is not None:
+            of_state = apply_linear(self.gate.from_state, normalized)
+            return kernels.merge(x, of_stream, of_state, projected, self.feedback_scale)
         gate = torch.sigmoid(self.gate(of_stream, normalized))
-        return x + self.feedback_scale * gate * apply_linear(self.state_projection, normalized)
+        return x + self.feedback_scale * gate * projected
 
     def initial_state(self, batch_size: int) -> Tensor:
         return self.start_state.expand(batch_size, -1)
