@@ -108,7 +108,7 @@ def _prefill_subjects(conditions: Conditions, figures: Mapping[str, Any]) -> lis
 
 RLT_PREFILL = Case(
     name="rlt-prefill",
-    summary="exact prefill of RLT-1 in one call (by steps, or by Jacobi passes until nothing changes) against one call a token",
+    summary="exact prefill of RLT-1 in one call, by steps or by passes until nothing changes, against one call a token",
     unit="prefill",
     sizes={
         "tiny": {"num_tokens": 6, "model": "tiny"},
