@@ -1,5 +1,6 @@
 """Gradients that are put off until all steps have run: the same as step by step."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 import crosscurrent as cc
+from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.rlt import decoder
 from crosscurrent.recurrence import steps
-from tests.subjects import SUBJECTS, gradients, largest_difference, make_rlt, token_ids
+from tests.subjects import SUBJECTS, cache_of, gradients, largest_difference, make_rlt, token_ids
 
 RLTS = ["rlt1", "rlt2", "rlt_encoder_window", "rlt_groups", "rlt_no_decoder", "rlt_tied"]
 DEFERRING = [*RLTS, "t2mlr_interval", "t2mlr_llama"]
@@ -166,3 +168,64 @@ def test_recomputing_keeps_less() -> None:
         return sum(kept.values())
 
     assert bytes_kept(cc.Sequential(recompute_every=8)) < 0.5 * bytes_kept(cc.Sequential())
+
+
+@pytest.mark.parametrize("subject", RLTS)
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["float32", "autocast"])
+def test_weights_in_another_order(subject: str, is_autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reordered for oneDNN's kernels, in float32 and under bfloat16 autocast, weights give what they give as they are."""
+    monkeypatch.setattr(steps, "_FEWEST_ELEMENTS", 1)
+    reordered: list[bool] = []
+    init = steps._Matrix.__init__
+
+    def counting(self: Any, *args: Any) -> None:
+        init(self, *args)
+        reordered.append(self.is_reordered)
+
+    monkeypatch.setattr(steps._Matrix, "__init__", counting)
+    model, batch = SUBJECTS[subject]().float().train(), padded_batch()
+
+    def measured() -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            loss = model(**batch, solver=EXACT).loss
+        return loss, gradients(model, loss)
+
+    loss, found = measured()
+    assert reordered and all(reordered)
+    with step_by_step():
+        expected_loss, expected = measured()
+    tolerance = 0.1 if is_autocast else 1e-4
+    assert abs(loss - expected_loss) < tolerance
+    for name, gradient in expected.items():
+        assert largest_difference(found[name], gradient) < tolerance * max(gradient.abs().max().item(), 1e-2), name
+
+
+def test_decoding_with_reordered_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache keeps the reordered weights for one token after the other, until they change."""
+    monkeypatch.setattr(steps, "_FEWEST_ELEMENTS", 1)
+    model, ids = make_rlt().float(), token_ids(2, 9)
+
+    @torch.no_grad()
+    def decoded() -> tuple[Tensor, Any]:
+        cache: Any = None
+        logits = []
+        for token in ids.split(1, dim=1):
+            output = model(token, use_cache=True, **{CACHE_NAME: cache})
+            cache = cache_of(output)
+            logits.append(output.logits)
+        return torch.cat(logits, dim=1), cache
+
+    logits, cache = decoded()
+    assert cache.steps is not None and cache.steps.is_current
+    assert largest_difference(logits, model(ids).logits) < 1e-4
+    clone = copy.deepcopy(cache)
+    assert clone.steps is cache.steps
+    with torch.no_grad():
+        model.model.decoder.layers[0].mlp.up_proj.weight.mul_(2.0)
+        assert not cache.steps.is_current
+        output = model(ids[:, :1], use_cache=True, **{CACHE_NAME: clone})
+        assert cache_of(output).steps is not cache.steps and cache_of(output).steps.is_current
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps, "_FEWEST_ELEMENTS", 2**30)
+            expected = model(ids[:, :1], use_cache=True, **{CACHE_NAME: cache.branch()})
+    assert largest_difference(output.logits, expected.logits) < 1e-4
