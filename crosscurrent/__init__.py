@@ -10,7 +10,7 @@ from crosscurrent.models.baselines import LSTMConfig, LSTMForCausalLM
 from crosscurrent.models.checkpoints import CheckpointError
 from crosscurrent.models.rlt import RLTCache, RLTConfig, RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRCache, T2MLRConfig, T2MLRForCausalLM, retrofit
-from crosscurrent.recurrence import ConvergenceError, Jacobi, RecurrentState, Sequential, SolverReport
+from crosscurrent.recurrence import ConvergenceError, Jacobi, RecurrentState, Sequential, SolverReport, use_triton
 from crosscurrent.version import __version__
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "load_base",
     "load_tokenizer",
     "retrofit",
+    "use_triton",
 ]
 
 for _config_class, _model_class in (

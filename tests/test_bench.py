@@ -66,14 +66,15 @@ def test_every_case_measures_all_its_subjects(name: str, dtype: Dtype) -> None:
     result = run_case(case, conditions, repeats=2, with_memory=False)
     subjects = {subject["name"]: subject for subject in result["subjects"]}
     assert set(subjects) == {subject.name for subject in case.subjects(conditions, case.sizes["tiny"])}
-    for subject in subjects.values():
-        assert subject["unavailable"] is None
+    without = {name for name in subjects if name.endswith(", Triton")}  # these need a GPU
+    assert {name for name, subject in subjects.items() if subject["unavailable"]} == without
+    for subject in (subject for name, subject in subjects.items() if name not in without):
         assert len(subject["seconds"]) == 2 and all(seconds > 0 for seconds in subject["seconds"])
         assert subject["lower_quartile"] <= subject["median"] <= subject["upper_quartile"]
         assert subject["num_parameters"] > 1000
     for ratio in result["ratios"]:
         assert ratio["over"] in subjects and ratio["under"] in subjects
-        if ratio["quantity"] == "seconds":
+        if ratio["quantity"] == "seconds" and ratio["over"] not in without:
             assert math.isfinite(ratio["median"]) and ratio["median"] > 0
     assert json.loads(json.dumps(result))["name"] == name
 

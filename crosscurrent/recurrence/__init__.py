@@ -8,6 +8,7 @@ This package needs PyTorch only.
 from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, NormalizedSum
 from crosscurrent.recurrence.fuse import Fuse, GatedFusion, GatesRead, Merge
 from crosscurrent.recurrence.jacobi import Jacobi
+from crosscurrent.recurrence.kernels import use_triton
 from crosscurrent.recurrence.problem import ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
 from crosscurrent.recurrence.sequential import Sequential
@@ -41,4 +42,5 @@ __all__ = [
     "as_solver",
     "solver_from_dict",
     "solver_to_dict",
+    "use_triton",
 ]
