@@ -210,6 +210,9 @@ CHECKS = {one.__name__: one for one in (identity, compiled_code, refuses_second_
 
 def interpret() -> dict[str, Any]:
     """Everything above, by name. Needs TRITON_INTERPRET=1."""
+    from crosscurrent.recurrence import triton_kernels
+
+    triton_kernels._MOST_PROGRAMS = 2  # so that each has several rows
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills memory from torch.empty with NaN
     for check in CHECKS.values():
