@@ -33,16 +33,18 @@ part() {
 
 { nvidia-smi 2>/dev/null || echo "no nvidia-smi"; } >"$folder/machine.txt"
 
-# The limits add up to 580 seconds. Peak memory, a process for each subject, is measured in float32 only.
+# The limits add up to 590 seconds. Peak memory, a process for each subject, is measured in float32 only.
 part rlt-step-fp32 80 rlt-step --repeats 5
 part rlt-step-bf16 40 rlt-step --repeats 5 --dtype bfloat16-autocast --no-memory
-part rlt-peer-step 90 rlt-peer-step --repeats 3
+part rlt-peer-step 75 rlt-peer-step --repeats 3
 part rlt-decode 60 rlt-decode --repeats 2
-part rlt-prefill 80 rlt-prefill --repeats 2
-part t2mlr-step-fp32 110 t2mlr-step --repeats 4
+part rlt-prefill 75 rlt-prefill --repeats 2
+part t2mlr-step-fp32 100 t2mlr-step --repeats 4
 part t2mlr-step-bf16 40 t2mlr-step --repeats 4 --dtype bfloat16-autocast --no-memory
 part t2mlr-decode 50 t2mlr-decode --repeats 7
-part t2mlr-prefill 30 t2mlr-prefill --repeats 4
+part t2mlr-prefill 25 t2mlr-prefill --repeats 4
+part fusion-fp32 25 fusion
+part fusion-bf16 20 fusion --dtype bfloat16-autocast
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "Not measured: ${failed[*]}. The rest is in $folder."

@@ -19,6 +19,7 @@ from crosscurrent.recurrence import (
     Sequential,
     SolverReport,
     Sweeps,
+    use_triton,
 )
 from crosscurrent.version import __version__
 
@@ -44,6 +45,7 @@ __all__ = [
     "load_base",
     "load_tokenizer",
     "retrofit",
+    "use_triton",
 ]
 
 for _config_class, _model_class in (

@@ -55,7 +55,7 @@ def test_outputs_and_every_gradient_are_those_of_the_plain_code(name: str, inter
 @needs_triton
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     sizes = run_worker("compile", tmp_path)
-    assert len({key.split()[0] for key in sizes}) == 6 and len(sizes) == 6 * 8 and min(sizes.values()) > 1000
+    assert len({key.split()[0] for key in sizes}) == 6 and len(sizes) == 6 * 3 and min(sizes.values()) > 1000
 
 
 @needs_triton

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import crosscurrent as cc
+from crosscurrent.experiments.bench.case import Conditions
+from crosscurrent.experiments.bench.fusion import FUSION
+from crosscurrent.experiments.bench.running import run_case
 from crosscurrent.recurrence import GatedFusion, Merge, NormalizedSum
 from crosscurrent.recurrence.kernels import use_triton
 from tests.subjects import gradients, make_rlt, make_t2mlr, moved, token_ids
@@ -155,26 +158,24 @@ def model(kind: str) -> dict[str, Any]:
     return compared(make().float(), run)
 
 
-def identity() -> dict[str, Any]:
+def identity() -> None:
     """A new fusion returns its stream bit for bit, whatever its dtype."""
     with use_triton():
         for dtype in DTYPES.values():
             fuse, x = GatedFusion(33).to(dtype), torch.randn(2, 3, 33).to(dtype)
             z = fuse(x, torch.randn(2, 1, 33))
             assert type(z.grad_fn).__name__ == "_GatedFusionBackward" and torch.equal(z, x)
-    return {}
 
 
-def compiled_code() -> dict[str, Any]:
+def compiled_code() -> None:
     """torch.compile makes its own kernels of the plain code."""
     fuse, x, r = moved_to(torch.float32, GatedFusion(17)), torch.randn(2, 3, 17), torch.randn(2, 1, 17)
     plain = fuse(x, r)
     with use_triton():
         assert torch.equal(torch.compile(fuse, backend="eager", fullgraph=True)(x, r), plain)
-    return {}
 
 
-def refuses_second_derivatives() -> dict[str, Any]:
+def refuses_second_derivatives() -> None:
     x = torch.randn(1, 2, 5, requires_grad=True)
     with use_triton():
         out = NormalizedSum(5)(x, torch.zeros(1, 2, 5), torch.ones(1, 2, 1, dtype=torch.bool))
@@ -183,8 +184,14 @@ def refuses_second_derivatives() -> dict[str, Any]:
         first.sum().backward()
     except RuntimeError as error:
         assert "once_differentiable" in str(error)
-        return {}
+        return
     raise AssertionError("not refused")
+
+
+def benchmark() -> None:
+    """It runs. How long the interpreter takes tells nothing."""
+    result = run_case(FUSION, Conditions(size="tiny"), repeats=1)
+    assert all(len(subject["seconds"]) == 1 for subject in result["subjects"])
 
 
 COMPARISONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -198,11 +205,14 @@ COMPARISONS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{kind}-autocast": partial(fusion_under_autocast, kind) for kind in FUSIONS},
     **{f"model-{kind}": partial(model, kind) for kind in MODELS},
 }
-CHECKS = {one.__name__: one for one in (identity, compiled_code, refuses_second_derivatives)}
+CHECKS = {one.__name__: one for one in (identity, compiled_code, refuses_second_derivatives, benchmark)}
 
 
 def interpret() -> dict[str, Any]:
     """Everything above, by name. Needs TRITON_INTERPRET=1."""
+    from crosscurrent.recurrence import triton_kernels
+
+    triton_kernels._MOST_PROGRAMS = 2  # so that each has several rows
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills memory from torch.empty with NaN
     for check in CHECKS.values():
@@ -211,34 +221,34 @@ def interpret() -> dict[str, Any]:
 
 
 def compile_kernels() -> dict[str, int]:
-    """Bytes of machine code of every kernel, for two kinds of GPU and two ways of calling it. Needs no GPU."""
+    """Bytes of machine code of every kernel, for several types and kinds of GPU. Needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from crosscurrent.recurrence import triton_kernels
 
-    whole = ("num_tokens", "num_rows", "width")
     sizes = {}
-    for name, kernel in vars(triton_kernels).items():
-        if not name.endswith(("_forward", "_backward")):
-            continue
-        for dtype in ("fp32", "bf16"):
-            for ones in ((), ("num_tokens",)):  # Triton turns arguments that are 1 into constants
-                signature = {
-                    argument: "constexpr"
-                    if argument in ("block", *ones)
-                    else "i32"
-                    if argument in whole or argument.endswith(("_batch", "_token"))
-                    else {"eps": "fp32", "scale": "fp32", "fused": "*i1"}.get(argument)
-                    or ("*fp32" if argument in ("grad_scales", "grad_weight") else f"*{dtype}")
-                    for argument in kernel.arg_names
-                }
-                source = ASTSource(kernel, signature, constexprs={"block": 1024} | dict.fromkeys(ones, 1))
-                for architecture in (80, 90):
-                    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
-                    sizes[f"{name} {dtype} {ones} {architecture}"] = len(built.asm["cubin"])
+    kernels = {n: one for n, one in vars(triton_kernels).items() if n.endswith(("_forward", "_backward"))}
+    for name, kernel in kernels.items():
+        # Triton makes constants of arguments that are 1.
+        for dtype, constants, architecture in (
+            ("fp32", {"block": 1024}, 80),
+            ("bf16", {"block": 1024, "num_tokens": 1}, 90),
+            ("fp16", {"block": 16, "num_tokens": 1, "width": 1}, 90),
+        ):
+            types = {one: "constexpr" if one in constants else argument_type(one, dtype) for one in kernel.arg_names}
+            source = ASTSource(kernel, types, constexprs=constants)
+            built = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+            sizes[f"{name} {dtype} {architecture}"] = len(built.asm["cubin"])
     return sizes
+
+
+def argument_type(name: str, dtype: str) -> str:
+    if name in ("num_tokens", "num_rows", "width") or name.endswith(("_batch", "_token")):
+        return "i32"
+    others = {"eps": "fp32", "scale": "fp32", "fused": "*i1", "grad_scales": "*fp32", "grad_weight": "*fp32"}
+    return others.get(name, f"*{dtype}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, Normali
 from crosscurrent.recurrence.fuse import Fuse, GatedFusion, GatesRead, Merge
 from crosscurrent.recurrence.gradients import GRADIENT_RULES, GradientRule, Implicit, LastPasses
 from crosscurrent.recurrence.jacobi import Jacobi
+from crosscurrent.recurrence.kernels import use_triton
 from crosscurrent.recurrence.problem import ColumnCore, ConvergenceError, Core, Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import PADDING, Plan, Schedule, Stage, Tokens
 from crosscurrent.recurrence.sequential import Sequential
@@ -52,4 +53,5 @@ __all__ = [
     "solve_single",
     "solver_from_dict",
     "solver_to_dict",
+    "use_triton",
 ]

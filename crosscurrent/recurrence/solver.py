@@ -26,7 +26,7 @@ def solver_to_dict(solver: Solver) -> dict[str, Any]:
 
     Example:
         >>> solver_to_dict(Sequential())
-        {'name': 'sequential', 'truncate': None}
+        {'name': 'sequential', 'truncate': None, 'recompute_every': None}
     """
     data = {"name": solver.name} | asdict(solver)  # type: ignore[call-overload]
     gradient = getattr(solver, "gradient", None)

@@ -2,6 +2,7 @@
 
 from crosscurrent.experiments.bench.case import Case, Conditions, Ratio, Subject, UnavailableError, Workload
 from crosscurrent.experiments.bench.facts import environment
+from crosscurrent.experiments.bench.fusion import FUSION
 from crosscurrent.experiments.bench.peer import RLT_DECODE, RLT_PEER_STEP
 from crosscurrent.experiments.bench.rlt import RLT_PREFILL, RLT_STEP
 from crosscurrent.experiments.bench.running import run_case
@@ -10,7 +11,7 @@ from crosscurrent.suggestions import did_you_mean
 
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (RLT_STEP, RLT_PEER_STEP, RLT_DECODE, RLT_PREFILL, T2MLR_STEP, T2MLR_DECODE, T2MLR_PREFILL)
+    for case in (RLT_STEP, RLT_PEER_STEP, RLT_DECODE, RLT_PREFILL, T2MLR_STEP, T2MLR_DECODE, T2MLR_PREFILL, FUSION)
 }
 
 

@@ -166,16 +166,16 @@ class DecoderRun:
     def _in_steps(self, num_columns: int) -> list[LayerStep]:
         """The layers, ready for the steps of a recurrence; none if this is no such step, or if they do not suit one."""
         steps = current_steps()
-        if steps is None or not self._attends_in_32_bits or num_columns > MOST_COLUMNS:
+        if steps is None or num_columns > MOST_COLUMNS or not self._attends_in_32_bits:
             return []
         return steps.prepared(self.decoder, _layer_steps)
 
     @property
     def _attends_in_32_bits(self) -> bool:
         """Scores that are written down would lose too much in 16 bits."""
-        weight = next(self.decoder.layers.parameters())
-        device = weight.device.type
-        return weight.dtype.itemsize >= 4 and (device == "cpu" or not torch.is_autocast_enabled(device))
+        dtype, device = self.memory[0][0].storage.dtype, self.memory[0][0].storage.device.type
+        is_wide = dtype.itemsize >= 4 and dtype == next(self.decoder.layers.parameters()).dtype
+        return is_wide and (device == "cpu" or not torch.is_autocast_enabled(device))
 
     def _find_first_seen(self) -> list[int]:
         """For each column of this call the first of the window's and this call's entries that it, or a later one, sees."""
