@@ -239,7 +239,7 @@ def test_json_and_output_hold_all_that_was_measured(tmp_path: Path) -> None:
         assert {"name", "summary", "unit", "sizes", "rounds", "subjects", "ratios"} == set(facts["cases"][0])
     assert (
         "## rlt-prefill" in finished.stdout
-        and "| rlt-prefill: token by token / prefill, Sequential |" in finished.stdout
+        and "| rlt-prefill: token by token / prefill, Jacobi to 1e-6 |" in finished.stdout
     )
 
 
@@ -263,8 +263,8 @@ def test_profile_names_operations_and_writes_traces(tmp_path: Path) -> None:
     assert "rlt-prefill: prefill, Sequential\n" in finished.stdout and "aten::mm" in finished.stdout
     traces = sorted(path.name for path in tmp_path.iterdir())
     assert traces == [
-        "p-rlt-prefill-prefill-Jacobi-to-1e-6.json",
-        "p-rlt-prefill-prefill-Sequential.json",
+        "p-rlt-prefill-prefill-jacobi-to-1e-6.json",
+        "p-rlt-prefill-prefill-sequential.json",
         "p-rlt-prefill-token-by-token.json",
     ]
     assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]

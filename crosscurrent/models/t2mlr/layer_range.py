@@ -177,9 +177,9 @@ class LayerRange:
                 "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch checkpointing off: "
                 f"{WITHOUT_CHECKPOINTING}."
             )
-        if self.cache is not None or not keeps_entries:
-            return self.cache
-        return DynamicCache(config=self.config.get_text_config(decoder=True))
+        if self.cache is not None:
+            return self._map_layers(self.cache, branch_layer)  # the cache itself goes on, while steps may be run once more
+        return DynamicCache(config=self.config.get_text_config(decoder=True)) if keeps_entries else None
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, branch_layer)
