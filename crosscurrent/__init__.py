@@ -19,6 +19,7 @@ from crosscurrent.recurrence import (
     Sequential,
     SolverReport,
     Sweeps,
+    fixed_weights,
     use_triton,
 )
 from crosscurrent.version import __version__
@@ -42,6 +43,7 @@ __all__ = [
     "T2MLRConfig",
     "T2MLRForCausalLM",
     "__version__",
+    "fixed_weights",
     "load_base",
     "load_tokenizer",
     "retrofit",

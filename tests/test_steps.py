@@ -1,6 +1,5 @@
 """Gradients that are put off until all steps have run: the same as step by step."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -200,32 +199,94 @@ def test_weights_in_another_order(subject: str, is_autocast: bool, monkeypatch: 
         assert largest_difference(found[name], gradient) < tolerance * max(gradient.abs().max().item(), 1e-2), name
 
 
-def test_decoding_with_reordered_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache keeps the reordered weights for one token after the other, until they change."""
+def test_decoding_with_fixed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within `fixed_weights` single tokens share reordered weights; outside, whatever has become of the model counts."""
     monkeypatch.setattr(steps, "_FEWEST_ELEMENTS", 1)
     model, ids = make_rlt().float(), token_ids(2, 9)
 
     @torch.no_grad()
-    def decoded() -> tuple[Tensor, Any]:
+    def decoded() -> Tensor:
         cache: Any = None
         logits = []
         for token in ids.split(1, dim=1):
             output = model(token, use_cache=True, **{CACHE_NAME: cache})
             cache = cache_of(output)
             logits.append(output.logits)
-        return torch.cat(logits, dim=1), cache
+        return torch.cat(logits, dim=1)
 
-    logits, cache = decoded()
-    assert cache.steps is not None and cache.steps.is_current
-    assert largest_difference(logits, model(ids).logits) < 1e-4
-    clone = copy.deepcopy(cache)
-    assert clone.steps is cache.steps
-    with torch.no_grad():
-        model.model.decoder.layers[0].mlp.up_proj.weight.mul_(2.0)
-        assert not cache.steps.is_current
-        output = model(ids[:, :1], use_cache=True, **{CACHE_NAME: clone})
-        assert cache_of(output).steps is not cache.steps and cache_of(output).steps.is_current
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(steps, "_FEWEST_ELEMENTS", 2**30)
-            expected = model(ids[:, :1], use_cache=True, **{CACHE_NAME: cache.branch()})
-    assert largest_difference(output.logits, expected.logits) < 1e-4
+    plain = decoded()
+    with cc.fixed_weights():
+        assert not torch.equal(decoded(), plain) and largest_difference(decoded(), plain) < 1e-4
+    model.model.decoder.layers[0].mlp.up_proj.weight.data.mul_(2.0)
+    assert largest_difference(decoded(), plain) > 1e-3
+    with cc.fixed_weights():
+        assert largest_difference(decoded(), model(ids).logits) < 1e-4
+
+
+@pytest.mark.parametrize("subject", ["rlt1", "rlt_no_decoder", "t2mlr_llama"])
+def test_second_derivatives_are_right_or_refused(subject: str) -> None:
+    model, ids = SUBJECTS[subject]().train(), token_ids(2, 5)
+    weights = list(model.parameters())
+
+    def penalty(solver: Any, **settings: Any) -> Tensor:
+        loss = model(ids, labels=ids, solver=solver, **settings).loss
+        found = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        return torch.stack([gradient.square().sum() for gradient in found if gradient is not None]).sum()
+
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        penalty(EXACT)
+    if subject.startswith("rlt"):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(SDPBackend.MATH):
+            weight = model.model.merge.state_projection.weight
+            (found,) = torch.autograd.grad(penalty(cc.Jacobi(5, 5)), weight)
+            with torch.no_grad():
+                weight[0, 0] += 1e-5
+            above = penalty(cc.Jacobi(5, 5)).item()
+            with torch.no_grad():
+                weight[0, 0] -= 2e-5
+            assert abs((above - penalty(cc.Jacobi(5, 5)).item()) / 2e-5 - found[0, 0].item()) < 1e-4
+
+
+def test_weights_changed_before_the_backward_pass_are_refused() -> None:
+    for name in ("mlp.up_proj", "self_attn.q_norm", "memory_layernorm"):
+        model, ids = make_rlt().train(), token_ids(2, 5)
+        loss = model(ids, labels=ids).loss
+        with torch.no_grad():
+            model.model.decoder.layers[1].get_submodule(name).weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"changed between|modified by an inplace"):
+            loss.backward()
+
+
+def test_other_parameters_of_a_functional_call() -> None:
+    model, ids = make_rlt().train(), token_ids(2, 5)
+    other = {name: (p.detach() * 1.3 + 0.01).requires_grad_() for name, p in model.named_parameters()}
+
+    def found() -> Any:
+        loss = torch.func.functional_call(model, other, (ids,), {"labels": ids}).loss
+        return torch.autograd.grad(loss, list(other.values()), allow_unused=True)
+
+    first = found()
+    with step_by_step():
+        expected = found()
+    pairs = [(a, b) for a, b in zip(first, expected, strict=True) if b is not None]
+    assert len(pairs) > 20 and all(largest_difference(a, b) < 1e-12 for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_are_called(kind: str) -> None:
+    for name in ("self_attn.q_proj", "mlp", "memory_layernorm", "self_attn.k_norm"):
+        model, ids, calls = make_rlt().train(), token_ids(2, 5), []
+        module = model.model.decoder.layers[0].get_submodule(name)
+        getattr(module, f"register_{kind}_hook")(lambda *_, calls=calls: calls.append(1))
+        model(ids, labels=ids).loss.backward()
+        assert len(calls) == 5, name
+
+
+def test_norms_with_their_own_epsilon() -> None:
+    model, ids = make_rlt().train(), token_ids(2, 5)
+    model.model.decoder.layers[0].self_attn.k_norm.eps = 0.5
+    fast = model(ids).logits
+    with step_by_step():
+        assert largest_difference(fast, model(ids).logits) < 1e-13

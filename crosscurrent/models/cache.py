@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from crosscurrent.models.growing import GrowingLayer
 from crosscurrent.recurrence import PADDING, RecurrentState, Solution
-from crosscurrent.recurrence.steps import Steps
 
 
 class RecurrentCache(DynamicCache):
@@ -29,7 +28,6 @@ class RecurrentCache(DynamicCache):
         is_plain: no padding and one document per row so far.
         num_places: how many tokens there is room for; None: as many as come.
         records_past: whether tokens can be taken back.
-        steps: the weights as decoding multiplies by them again and again; None before the first token that was decoded.
         registers: [B, 1 + N, D] if tokens can be taken back: the register before the first of the last N columns, and after
             each of them; else None.
 
@@ -51,7 +49,6 @@ class RecurrentCache(DynamicCache):
         self.is_plain = True
         self.records_past = False
         self.registers: Tensor | None = None
-        self.steps: Steps | None = None
 
     @property
     def num_columns(self) -> int:
@@ -189,8 +186,6 @@ class RecurrentCache(DynamicCache):
 
 def _independent(value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy in which tensors lose their gradient history (torch refuses to copy those that have one)."""
-    if isinstance(value, Steps):
-        return value  # the model's weights, which belong to no cache
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, list | tuple):

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.inputs import check_token_ids, document_labels, read_mask, real_tokens
 from crosscurrent.models.outputs import RecurrentCausalLMOutput
-from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.recurrence import (
     PADDING,
     Plan,
@@ -25,7 +24,7 @@ from crosscurrent.recurrence import (
     as_solver,
     solve_single,
 )
-from crosscurrent.recurrence.steps import Steps
+from crosscurrent.recurrence.steps import steps_of_decoding
 
 
 class Caller(Protocol):
@@ -78,20 +77,13 @@ class Call:
             return solve_single(problem, self.solver.name)
         return self.solver.solve(problem)
 
-    def steps(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Within this, a token that is decoded finds the weights as the cache keeps them: in the order products want.
-
-        Decoding is a recurrence whose steps are calls. On a CPU reading the weights is most of its time, twice as much of it
-        if they lie as they are saved.
-        """
+    def steps(self) -> AbstractContextManager[Any]:
+        """Within this, a token that is decoded on a CPU finds the weights as `fixed_weights` keeps them."""
+        steps = steps_of_decoding()
         is_decoding = self.plan.num_tokens == 1 and self.keeps_cache and not torch.is_grad_enabled()
-        if not is_decoding or self.branch is None or torch.compiler.is_compiling():
+        if steps is None or not is_decoding or self.plan.fused.device.type != "cpu":
             return nullcontext()
-        if self.branch.steps is None or not self.branch.steps.is_current:
-            if weights_come_and_go(model):
-                return nullcontext()
-            self.branch.steps = Steps(num_rows=self.plan.fused.shape[0])
-        return self.branch.steps.active()
+        return steps.active()
 
     def finish(self, result: RecurrentCausalLMOutput, solution: Solution) -> RecurrentCausalLMOutput | tuple[Any, ...]:
         """Hand over the cache and the report, now that the call has succeeded."""

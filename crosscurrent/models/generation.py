@@ -1,6 +1,7 @@
 """How recurrent models take part in transformers' `generate`."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from crosscurrent.models.prompts import (
     refuse_settings_of_healed_prompts,
 )
 from crosscurrent.models.saving import CheckedSaving
+from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.recurrence import Solver
+from crosscurrent.recurrence.steps import fixed_weights
 
 
 class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, GenerationMixin):
@@ -91,7 +94,8 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         for name, value in (("recurrent_mask", recurrent_mask), ("solver", solver)):
             if value is not None:
                 kwargs[name] = value
-        output = super().generate(inputs, *args, **kwargs)
+        with nullcontext() if weights_come_and_go(self) else fixed_weights():
+            output = super().generate(inputs, *args, **kwargs)
         if isinstance(output, GenerateBeamDecoderOnlyOutput):  # its cache follows the running beams
             return type(output)(**{name: value for name, value in output.items() if name != CACHE_NAME})
         return output

@@ -4,6 +4,7 @@ transformers' `DynamicLayer` copies all entries for every token of decoding. Her
 which it is more and more seldom: it is half as large again as what it holds.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 # Fewer elements than this are copied sooner than written beside.
 FEWEST_ELEMENTS = 2**15
+_LOCK = threading.Lock()
 FEWEST_COLUMNS = 64  # of a new room, beyond what it is made for
 
 
@@ -32,9 +34,10 @@ class GrowingLayer(DynamicLayer):
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return found
         assert self.keys is not None and self.values is not None
-        if self._room is None or not self._room.continues(self.keys, self.values, key_states):
-            self._room = _Room(self.keys, self.values, key_states)
-        self.keys, self.values = self._room.append(key_states, value_states)
+        with _LOCK:  # copies that threads go on from may share a room
+            if self._room is None or not self._room.continues(self.keys, self.values, key_states):
+                self._room = _Room(self.keys, self.values, key_states)
+            self.keys, self.values = self._room.append(key_states, value_states)
         return self.keys, self.values
 
     def _is_worth_room(self) -> bool:

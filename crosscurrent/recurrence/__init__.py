@@ -16,6 +16,7 @@ from crosscurrent.recurrence.sequential import Sequential
 from crosscurrent.recurrence.single import solve_single
 from crosscurrent.recurrence.solver import SOLVERS, Solver, as_solver, solver_from_dict, solver_to_dict
 from crosscurrent.recurrence.state import RecurrentState
+from crosscurrent.recurrence.steps import fixed_weights
 from crosscurrent.recurrence.sweeps import Sweeps
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Sweeps",
     "Tokens",
     "as_solver",
+    "fixed_weights",
     "solve_single",
     "solver_from_dict",
     "solver_to_dict",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosscurrent.recurrence.backward_pass import PerBackwardPass
+from crosscurrent.recurrence.backward_pass import PerBackwardPass, refuse_second_derivatives
 
 
 class Entries:
@@ -24,6 +24,8 @@ class Entries:
     Args:
         first: [B, H, N, E] the entries at the start.
         room: for how many entries there is to be room in all.
+        in_place: whether they are to grow in place. Else, and in compiled code, which has no place for what a backward pass
+            leaves aside, they are concatenated.
 
     Example:
         >>> entries = Entries(torch.zeros(1, 1, 2, 4), room=3).append(torch.ones(1, 1, 1, 4))
@@ -31,12 +33,12 @@ class Entries:
         [0.0, 1.0]
     """
 
-    def __init__(self, first: Tensor, room: int):
+    def __init__(self, first: Tensor, room: int, in_place: bool = True):
         self.length, self.room = first.shape[2], room
         self._num_used = [self.length]  # of the storage, by whichever object
         self.after: Tensor | None = None
         self.gradient: EntriesGradient | None = None
-        if torch.compiler.is_compiling():  # compiled code has no place for what a backward pass leaves aside
+        if not in_place or torch.compiler.is_compiling():
             self.storage = first
             return
         is_full = self.length == room
@@ -46,7 +48,7 @@ class Entries:
         if torch.is_grad_enabled():
             self.after = _Write.apply(first, self.after, None if is_full else self.storage, 0, self.gradient)
         elif not is_full:
-            self.storage.narrow(2, 0, self.length).copy_(first)
+            self.storage.data.narrow(2, 0, self.length).copy_(first)
 
     def append(self, new: Tensor) -> "Entries":
         """The entries followed by new ones [B, H, S, E]."""
@@ -60,7 +62,7 @@ class Entries:
         if torch.is_grad_enabled():
             after = _Write.apply(new, own.after, own.storage, own.length, own.gradient)
             return own.extended(new.shape[2], after)
-        own.storage.narrow(2, own.length, new.shape[2]).copy_(new)
+        own.storage.data.narrow(2, own.length, new.shape[2]).copy_(new)
         return own.extended(new.shape[2], own.after)
 
     def with_room(self) -> "Entries":
@@ -152,8 +154,8 @@ class _Write(torch.autograd.Function):
         return new.new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivatives()
         found = ctx.gradient.take(ctx.start, ctx.length) if ctx.needs_input_grad[0] else None
         return found, None, None, None, None
 
@@ -167,7 +169,7 @@ class _Read(torch.autograd.Function):
         return part.view()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivatives()
         ctx.part.gradient.of(ctx.part).add_(gradients[0])
         return None, None

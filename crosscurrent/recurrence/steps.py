@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crosscurrent.recurrence.backward_pass import PerBackwardPass
+from crosscurrent.recurrence.backward_pass import PerBackwardPass, refuse_second_derivatives
 
 FEWEST_STEPS = 4  # for which a weight is worth reordering
 _FEWEST_ELEMENTS = 2**17  # of a weight: smaller ones stay in the processor's cache, where their order matters little
@@ -26,6 +26,7 @@ _MOST_ROWS = 4096  # of kept factors, before they are multiplied
 T = TypeVar("T")
 
 _active: ContextVar["Steps | None"] = ContextVar("active_steps", default=None)
+_fixed: ContextVar["Steps | None"] = ContextVar("steps_of_decoding", default=None)
 
 
 class Steps:
@@ -46,7 +47,7 @@ class Steps:
 
     def __init__(self, num_rows: int | None):
         self.num_rows = num_rows
-        self._shared: dict[tuple[int, ...], SharedWeight] = {}
+        self._shared: dict[tuple[Any, ...], SharedWeight] = {}
         self._prepared: dict[int, tuple[nn.Module, Any]] = {}
 
     @contextmanager
@@ -59,9 +60,10 @@ class Steps:
 
     def shared(self, *weights: Tensor) -> "SharedWeight":
         """A weight, or several one below the other, for the products of all steps."""
-        key = tuple(map(id, weights))
+        dtype = _product_dtype(weights[0])
+        key = (dtype, *map(id, weights))
         if key not in self._shared:
-            self._shared[key] = SharedWeight(weights, self.num_rows)
+            self._shared[key] = SharedWeight(weights, dtype, self.num_rows)
         return self._shared[key]
 
     def prepared(self, module: nn.Module, prepare: "Callable[[nn.Module, Steps], T]") -> T:
@@ -71,10 +73,35 @@ class Steps:
         found: T = self._prepared[id(module)][1]
         return found
 
-    @property
-    def is_current(self) -> bool:
-        """Whether no weight has been changed or moved since it was first used."""
-        return all(shared.is_current for shared in self._shared.values())
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+@contextmanager
+def fixed_weights() -> Iterator[None]:
+    """Within this, which promises that no weight is changed, tokens are decoded faster on a CPU.
+
+    Reading the weights is most of the time of a single token there, twice as much of it if they lie as they are saved. Here
+    those of the recurrence, and of an RLT all, are put once into the order that products want, and take their size in memory
+    once more until the end. `generate` does this by itself; it is for loops of one's own that call a model with one token
+    and a cache.
+
+    Example:
+        >>> with fixed_weights():
+        ...     pass  # for _ in range(100): output = model(token, cache=cache) ...
+    """
+    token = _fixed.set(Steps(num_rows=1))
+    try:
+        yield
+    finally:
+        _fixed.reset(token)
+
+
+def steps_of_decoding() -> Steps | None:
+    """Those of `fixed_weights`."""
+    return None if torch.compiler.is_compiling() else _fixed.get()
 
 
 def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
@@ -96,11 +123,19 @@ def current_steps() -> Steps | None:
     return None if torch.compiler.is_compiling() else _active.get()
 
 
+_LINEAR_FORWARD = nn.Linear.forward
+
+
 def is_plain_linear(linear: nn.Module) -> bool:
     """Whether a layer is nothing but its weight and bias: no other class, no replaced forward, no hooks."""
-    if type(linear) is not nn.Linear or "forward" in linear.__dict__:
-        return False
-    return not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
+    return type(linear) is nn.Linear and is_bare(linear, _LINEAR_FORWARD)
+
+
+def is_bare(module: nn.Module, forward: Any) -> bool:
+    """Whether calling a module runs `forward` and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    is_wrapped = any(hooks) or "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return type(module).forward is forward and not is_wrapped and not nn.modules.module._has_any_global_hook()
 
 
 class SharedWeight:
@@ -111,24 +146,14 @@ class SharedWeight:
             so the weights' own gradient is made once all such functions have run backward.
     """
 
-    def __init__(self, weights: tuple[Tensor, ...], num_rows: int | None):
+    def __init__(self, weights: tuple[Tensor, ...], dtype: torch.dtype, num_rows: int | None):
         self.weights = weights  # held, so that their ids stay theirs
-        self._seen = self._marks()
-        device = weights[0].device.type
-        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
-        self.num_rows = num_rows
+        self.dtype, self.num_rows = dtype, num_rows
+        self._versions = [weight._version for weight in weights] if torch.is_grad_enabled() else []
         self._factors = PerBackwardPass(_Factors)
         self.gate: Tensor = _Gate.apply(self._factors, *weights)
         self._forward: _Matrix | None = None
         self._backward: _Matrix | None = None
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(weight.data_ptr(), weight._version) for weight in self.weights]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the weights are those that were seen first, unchanged."""
-        return self._marks() == self._seen
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T."""
@@ -152,6 +177,8 @@ class SharedWeight:
         gradient = gradient.to(self.dtype)
         self.keep(gradient, x)
         if self._backward is None:
+            if [weight._version for weight in self.weights] != self._versions:
+                raise RuntimeError("a weight was changed between the forward and the backward pass that needs it.")
             self._backward = _Matrix(self._joined().T, self.num_rows)
         return self._backward(gradient)
 
@@ -234,8 +261,8 @@ class _Gate(torch.autograd.Function):
         return weights[0].new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivatives()
         factors = ctx.factors.take()
         total = None if factors is None else factors.total()
         if total is None:
@@ -254,8 +281,8 @@ class _Product(torch.autograd.Function):
         return weight.forward(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivatives()
         (x,) = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
             return ctx.weight.backward(gradients[0], x), None, None

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 from crosscurrent.experiments.bench.case import Conditions, Dtype, Workload
 from crosscurrent.experiments.bench.timing import now, seconds_of
 from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.recurrence import fixed_weights
 
 
 def random_tokens(vocab_size: int, batch_size: int, num_tokens: int, device: str) -> Tensor:
@@ -86,24 +87,23 @@ def token_by_token(model: nn.Module, ids: Tensor, conditions: Conditions) -> Wor
 def decode(model: nn.Module, prompt: Tensor, num_new: int, conditions: Conditions) -> Workload:
     """Seconds per token of greedy decoding after a prompt [B, T], in a plain loop: one call per token.
 
-    The cache of the prompt and of one token more, with what decoding prepares at its first token, is made once; each run
-    continues a copy of it.
+    The prompt's cache is made once; each run continues a copy of it, within `fixed_weights`, after a token that is not timed.
     """
     model.eval()
     with torch.no_grad(), conditions.autocast():
-        cache = model(prompt, use_cache=True, logits_to_keep=1)[CACHE_NAME]
-        start = model(prompt[:, -1:], use_cache=True, **{CACHE_NAME: cache})
+        start = model(prompt, use_cache=True, logits_to_keep=1)
 
-    def continue_from(cache: Any) -> None:
+    def continue_from(cache: Any, num_tokens: int) -> None:
         token = start.logits[:, -1:].argmax(dim=-1)
-        for _ in range(num_new):
+        for _ in range(num_tokens):
             token = model(token, use_cache=True, **{CACHE_NAME: cache}).logits[:, -1:].argmax(dim=-1)
 
     @torch.no_grad()
     def run() -> float:
-        cache = copy.deepcopy(start[CACHE_NAME])
-        with conditions.autocast():
-            return seconds_of(lambda: continue_from(cache), conditions.device) / num_new
+        with conditions.autocast(), fixed_weights():
+            continue_from(copy.deepcopy(start[CACHE_NAME]), 1)
+            cache = copy.deepcopy(start[CACHE_NAME])
+            return seconds_of(lambda: continue_from(cache, num_new), conditions.device) / num_new
 
     return Workload(run, model)
 

@@ -5,7 +5,7 @@ H heads, E head width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.layer_step import MOST_COLUMNS, LayerStep, Place, Seen, is_bare
+from crosscurrent.models.rlt.layer_step import MOST_COLUMNS, LayerStep, Place, Seen, suits_steps
 from crosscurrent.models.rlt.layers import DecoderLayer, Rotation
 from crosscurrent.recurrence import PADDING, Plan
 from crosscurrent.recurrence.entries import Entries, Part
@@ -77,14 +77,19 @@ class Past:
     """Keys and values of the decoder's self-attention: of the window, and of the columns of this call that have been run.
 
     Attributes:
+        in_place: whether entries grow in place.
+        memory: keys and values of each memory group, which do not grow.
         keys, values: per decoder layer; none before the first run.
     """
 
+    in_place: bool
+    memory: tuple[tuple[Entries, Entries], ...]
     keys: tuple[Entries, ...] = ()
     values: tuple[Entries, ...] = ()
 
     def map(self, change: Callable[[Entries], Entries]) -> "Past":
-        return Past(tuple(map(change, self.keys)), tuple(map(change, self.values)))
+        """The keys and values of layers changed."""
+        return replace(self, keys=tuple(map(change, self.keys)), values=tuple(map(change, self.values)))
 
 
 class DecoderRun:
@@ -116,7 +121,7 @@ class DecoderRun:
     ):
         self.decoder, self.rotation, self.window = decoder, rotation, window
         self.plan, self.memory_labels, self.is_plain, self.keeps_all = plan, memory_labels, is_plain, keeps_all
-        self.memory = [tuple(Entries(self.stored(part), room=part.shape[2]) for part in group) for group in memory]
+        self.memory = [(self.stored(keys), self.stored(values)) for keys, values in memory]
         self.num_past = memory_labels.shape[1] - plan.num_tokens
         self.labels = torch.cat([window.labels, plan.labels], dim=1)  # of the window's entries and this call's
         self.positions = torch.cat([window.positions, plan.positions], dim=1)
@@ -129,13 +134,16 @@ class DecoderRun:
         return entries.float() if is_widened else entries
 
     def start(self, keeps_entries: bool) -> Past:
-        return Past()
+        # What runs once needs no room to grow in, and stays free for second derivatives.
+        in_place = keeps_entries or current_steps() is not None
+        rooms = [[Entries(part, part.shape[2], in_place) for part in group] for group in self.memory]
+        return Past(in_place, tuple((keys, values) for keys, values in rooms))
 
     def by_columns(self, past: Past, first: int) -> "DecoderColumns":
         return DecoderColumns(self, past, first)
 
     def map(self, past: Past, change: Callable[[Tensor], Tensor]) -> Past:
-        return past.map(lambda entries: Entries(change(entries.whole()), room=entries.room))
+        return past.map(lambda entries: Entries(change(entries.whole()), entries.room, past.in_place))
 
     def detach(self, past: Past) -> Past:
         return past.map(Entries.detach)
@@ -150,9 +158,9 @@ class DecoderRun:
         num_keys = self.num_past + stop
         in_memory = seen_causally(self.plan.labels[:, columns], self.memory_labels[:, :num_keys], self.is_plain)
         growing = _Growing(self, past, seen)
-        in_steps = self._in_steps(stop - start)
+        in_steps = self._in_steps(past, stop - start)
         for index, layer in enumerate(self.decoder.layers):
-            keys, values = self.memory[self.decoder.memory_group(index)]
+            keys, values = past.memory[self.decoder.memory_group(index)]
             memory = keys.part(0, num_keys), values.part(0, num_keys)
             if in_steps:
                 before = growing.before(index, z.dtype)
@@ -163,17 +171,17 @@ class DecoderRun:
                 z = layer(z, rotation, partial(growing.extend, index), in_window, memory, in_memory)
         return z, growing.after()
 
-    def _in_steps(self, num_columns: int) -> list[LayerStep]:
+    def _in_steps(self, past: Past, num_columns: int) -> list[LayerStep]:
         """The layers, ready for the steps of a recurrence; none if this is no such step, or if they do not suit one."""
         steps = current_steps()
-        if steps is None or num_columns > MOST_COLUMNS or not self._attends_in_32_bits:
+        if steps is None or not past.in_place or num_columns > MOST_COLUMNS or not self._attends_in_32_bits:
             return []
         return steps.prepared(self.decoder, _layer_steps)
 
     @property
     def _attends_in_32_bits(self) -> bool:
         """Scores that are written down would lose too much in 16 bits."""
-        dtype, device = self.memory[0][0].storage.dtype, self.memory[0][0].storage.device.type
+        dtype, device = self.memory[0][0].dtype, self.memory[0][0].device.type
         is_wide = dtype.itemsize >= 4 and dtype == next(self.decoder.layers.parameters()).dtype
         return is_wide and (device == "cpu" or not torch.is_autocast_enabled(device))
 
@@ -221,7 +229,7 @@ class DecoderRun:
 
 
 def _layer_steps(decoder: Any, steps: Steps) -> list[LayerStep]:
-    return [LayerStep(layer, steps) for layer in decoder.layers] if all(map(is_bare, decoder.layers)) else []
+    return [LayerStep(layer, steps) for layer in decoder.layers] if all(map(suits_steps, decoder.layers)) else []
 
 
 class _Growing:
@@ -243,7 +251,7 @@ class _Growing:
 
     def _begin(self, of_window: Tensor, dtype: torch.dtype) -> Entries:
         dtype = torch.promote_types(of_window.dtype, dtype) if of_window.shape[2] else dtype
-        return Entries(of_window.to(dtype), room=self.run.labels.shape[1])
+        return Entries(of_window.to(dtype), self.run.labels.shape[1], self.past.in_place)
 
     def parts(self, keys: Entries, values: Entries) -> tuple[Part, Part]:
         """What of the entries the run's columns see."""
@@ -263,7 +271,7 @@ class _Growing:
         return self.parts(self.keys[-1], self.values[-1])
 
     def after(self) -> Past:
-        return Past(tuple(self.keys), tuple(self.values))
+        return replace(self.past, keys=tuple(self.keys), values=tuple(self.values))
 
 
 class DecoderColumns:
@@ -280,7 +288,7 @@ class DecoderColumns:
         self.num_before, num_keys = window.labels.shape[1] + first, run.labels.shape[1]
         self.in_window = run.window_mask(slice(first, None), slice(0, num_keys))
         self.in_memory = seen_causally(run.plan.labels[:, first:], run.memory_labels, is_plain=False)
-        self.memory = [tuple(part.part(0, part.length) for part in group) for group in run.memory]
+        self.memory = [tuple(entries.part(0, entries.length) for entries in group) for group in past.memory]
         self.keys = [keys.whole() for keys in past.keys] if past.keys else list(window.keys)
         self.values = [values.whole() for values in past.values] if past.values else list(window.values)
 

@@ -15,22 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.layers import DecoderLayer, FeedForward, MemoryAttention, Rotation, SelfAttention, rotate
+from crosscurrent.recurrence.backward_pass import refuse_second_derivatives
 from crosscurrent.recurrence.entries import Entries, Part
-from crosscurrent.recurrence.steps import SharedWeight, Steps, is_plain_linear
+from crosscurrent.recurrence.steps import SharedWeight, Steps, is_bare, is_plain_linear
 
 MOST_COLUMNS = 16  # of a step: more are better served by attention that does not write its scores down
 
 
-def is_bare(layer: DecoderLayer) -> bool:
+_KINDS: tuple[type[nn.Module], ...] = (nn.RMSNorm, DecoderLayer, SelfAttention, MemoryAttention, FeedForward)
+_FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in _KINDS}  # as long as nobody replaces them
+
+
+def suits_steps(layer: DecoderLayer) -> bool:
     """Whether a layer is nothing but its weights: no adapter, quantiser, offloader or hook."""
-    return all(_is_bare(module) for module in layer.modules())
+    same_eps = layer.self_attn.q_norm.eps == layer.self_attn.k_norm.eps
+    return same_eps and all(_is_bare(module) for module in layer.modules())
 
 
 def _is_bare(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return is_plain_linear(module) and module.bias is None
-    is_known = type(module) in (nn.RMSNorm, DecoderLayer, SelfAttention, MemoryAttention, FeedForward)
-    return is_known and not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    has_weight = not isinstance(module, nn.RMSNorm) or module.weight is not None
+    return type(module) in _FORWARDS and is_bare(module, _FORWARDS[type(module)]) and has_weight
 
 
 class Seen(NamedTuple):
@@ -92,7 +98,7 @@ class _Layer(torch.autograd.Function):
     here after theirs and finds what they sent back to this step's keys and values."""
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, layer: LayerStep, place: Place, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, stream: Tensor, layer: LayerStep, place: Place, *others: Any) -> tuple[Tensor, Tensor]:
         normed = _normalize(stream, *_weight_and_eps(layer.norms[0]))
         heads_in = layer.in_projection.ready(normed.out)
         heads = layer.in_projection.forward(heads_in).unflatten(-1, (3, layer.num_heads, -1))  # [B, S, 3, H, E]
@@ -127,24 +133,26 @@ class _Layer(torch.autograd.Function):
             *(memory_normed.hat, memory_normed.scale, query_in, normed_query.hat, normed_query.scale),
             *(memory_queries, recalled.weights, recalled.out),
             *(mlp_normed.hat, mlp_normed.scale, mlp_in, gate_and_up, opened, down_in),
+            *others[-6:],  # the weights of the norms
         )
         return after_memory + layer.down.forward(down_in), stream.new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivatives()
         layer, place, saved = ctx.layer, ctx.place, list(ctx.saved_tensors)
-        attention, memory, mlp = saved[:8], saved[8:16], saved[16:]
+        attention, memory, mlp, norms = saved[:8], saved[8:16], saved[16:22], saved[22:]
         stream, _ = gradients
-        stream, of_mlp_norm = _mlp_backward(layer, stream, *mlp)
-        stream, of_memory = _memory_backward(layer, place, stream, *memory)
-        stream, of_window = _window_backward(layer, place, stream, *attention)
-        norms = (of_window[0], of_memory[0], of_mlp_norm, of_window[1][0], of_window[1][1], of_memory[1])
-        return stream, *(None,) * 12, *norms
+        stream, of_mlp_norm = _mlp_backward(layer, norms[2], stream, *mlp)
+        stream, of_memory = _memory_backward(layer, place, (norms[1], norms[5]), stream, *memory)
+        stream, of_window = _window_backward(layer, place, norms[0], stream, *attention)
+        of_norms = (of_window[0], of_memory[0], of_mlp_norm, of_window[1][0], of_window[1][1], of_memory[1])
+        return stream, *(None,) * 12, *of_norms
 
 
 def _mlp_backward(
     layer: LayerStep,
+    norm: Tensor,
     stream: Tensor,
     hat: Tensor,
     scale: Tensor,
@@ -158,13 +166,14 @@ def _mlp_backward(
     gate, up = gate_and_up.chunk(2, dim=-1)
     of_gate = torch.ops.aten.silu_backward.default(of_down * up, gate)
     of_mlp = layer.gate_and_up.backward(torch.cat([of_gate, of_down * opened], dim=-1), mlp_in)
-    of_stream, of_norm = _normalize_backward(of_mlp, hat, scale, layer.norms[2].weight)
+    of_stream, of_norm = _normalize_backward(of_mlp, hat, scale, norm)
     return of_stream.add_(stream), of_norm
 
 
 def _memory_backward(
     layer: LayerStep,
     place: Place,
+    norms: tuple[Tensor, Tensor],
     stream: Tensor,
     hat: Tensor,
     scale: Tensor,
@@ -179,15 +188,16 @@ def _memory_backward(
     of_heads = layer.memory_out.backward(stream, recalled)
     of_queries = _attend_backward(of_heads, queries, weights, place.memory)
     of_rotated = _rotate_backward(of_queries.transpose(1, 2)[:, :, None], place.rotation)
-    of_query, of_query_norm = _normalize_backward(of_rotated, query_hat, query_scale, layer.head_norms[2].weight)
+    of_query, of_query_norm = _normalize_backward(of_rotated, query_hat, query_scale, norms[1])
     of_normed = layer.memory_query.backward(of_query.flatten(2), query_in)
-    of_stream, of_norm = _normalize_backward(of_normed, hat, scale, layer.norms[1].weight)
+    of_stream, of_norm = _normalize_backward(of_normed, hat, scale, norms[0])
     return of_stream.add_(stream), (of_norm, of_query_norm)
 
 
 def _window_backward(
     layer: LayerStep,
     place: Place,
+    norm: Tensor,
     stream: Tensor,
     hat: Tensor,
     scale: Tensor,
@@ -207,7 +217,7 @@ def _window_backward(
     of_projected, of_head_norms = _normalize_backward(of_rotated, heads_hat, heads_scale, layer.of_queries_and_keys)
     of_all = torch.cat([of_projected.flatten(2), of_values.transpose(1, 2).flatten(2)], dim=-1)
     of_normed = layer.in_projection.backward(of_all, heads_in)
-    of_stream, of_norm = _normalize_backward(of_normed, hat, scale, layer.norms[0].weight)
+    of_stream, of_norm = _normalize_backward(of_normed, hat, scale, norm)
     return of_stream.add_(stream), (of_norm, of_head_norms)
 
 

@@ -284,7 +284,7 @@ class RLTForCausalLM(RecurrentCausalLM):
         _refuse_other_positions(position_ids, call.plan)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        with call.steps(self):
+        with call.steps():
             problem = self.model.problem(stream, call)
             solution = call.solve(problem)
             logits = apply_linear(self.lm_head, self.model.norm(solution.outputs[:, kept]))

@@ -178,7 +178,9 @@ class LayerRange:
                 f"{WITHOUT_CHECKPOINTING}."
             )
         if self.cache is not None:
-            return self._map_layers(self.cache, branch_layer)  # the cache itself goes on, while steps may be run once more
+            return self._map_layers(
+                self.cache, branch_layer
+            )  # the cache itself goes on, while steps may be run once more
         return DynamicCache(config=self.config.get_text_config(decoder=True)) if keeps_entries else None
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:

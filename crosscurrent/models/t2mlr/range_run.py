@@ -25,7 +25,7 @@ class RangeRun:
     def solve(self, hidden: Tensor, layer_calls: list[LayerCall]) -> Tensor:
         self.inputs = hidden
         self.core = LayerRange(layer_calls, self.call.branch, self.model.config)
-        with self.call.steps(self.model.fusion):
+        with self.call.steps():
             problem = Problem(
                 inputs=hidden,
                 plan=self.call.plan,
