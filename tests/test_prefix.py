@@ -22,6 +22,12 @@ from tests.subjects import (
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
 T = 11
+INEXACT = [
+    cc.Jacobi(3, 2),
+    cc.Jacobi(3, gradient=cc.Implicit(2), scan=True),
+    cc.Jacobi(3, 1, guess="inputs"),
+    cc.Jacobi(3, gradient=cc.Implicit(2), scan=True, guess="inputs"),
+]
 SUBJECTS: dict[str, Any] = {
     "t2mlr": lambda: make_t2mlr("llama"),
     "t2mlr_sliding": lambda: make_t2mlr("gemma2"),
@@ -48,7 +54,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("solver", [cc.Jacobi(3, 2), cc.Jacobi(3, gradient=cc.Implicit(2), scan=True)], ids=repr)
+@pytest.mark.parametrize("solver", INEXACT, ids=repr)
 @pytest.mark.filterwarnings("ignore:scan=True has no effect")
 def test_equals_iterating_over_all_columns(subject: str, solver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, found = SUBJECTS[subject](), token_ids(3, T), []
@@ -140,3 +146,40 @@ def test_gradient_checkpointing_iterates_over_all() -> None:
         output = model(ids, labels=ids, recurrent_mask=recurrent, solver=cc.Jacobi(T, T))
         found.append(gradients(model, output.loss))
     assert largest_difference(*found) < 1e-11
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("solver", INEXACT, ids=repr)
+@pytest.mark.filterwarnings("ignore:scan=True has no effect")
+def test_a_row_is_solved_as_it_would_be_alone(subject: str, solver: Any) -> None:
+    """However few the passes: neither neighbours nor documents before it change a row's logits and gradients."""
+    model, ids = SUBJECTS[subject](), token_ids(3, T)
+    recurrent = torch.ones(3, T)
+    recurrent[0, :7], recurrent[1, :2] = 0, 0
+    labels = torch.where(recurrent[:1] == 1, ids[:1], -100)
+    others = torch.cat([labels, torch.full_like(ids[1:], -100)])
+    settings: dict[str, Any] = {"solver": solver, "use_cache": False}
+    alone = model(ids[:1], labels=labels, recurrent_mask=recurrent[:1], **settings)
+    expected = gradients(model, alone.loss)
+    batch = model(ids, labels=others, recurrent_mask=recurrent, **settings)
+    packed = model(
+        torch.cat([ids[1:2], ids[:1]], dim=1),
+        labels=torch.cat([others[1:2], labels], dim=1),
+        recurrent_mask=torch.cat([recurrent[1:2], recurrent[:1]], dim=1),
+        segment_ids=torch.tensor([[0] * T + [1] * T]),
+        **settings,
+    )
+    for output, logits in ((batch, batch.logits[:1]), (packed, packed.logits[:, T:])):
+        assert largest_difference(logits, alone.logits) < 1e-11
+        assert largest_difference(gradients(model, output.loss), expected) < 1e-10
+
+
+def test_padded_prompts_under_jacobi_can_be_trained() -> None:
+    model, ids = make_rlt(), token_ids(2, 8)
+    mask = torch.ones(2, 8)
+    mask[0, :3], mask[1, :1] = 0, 0
+    found = [
+        gradients(model, model(ids, attention_mask=mask, labels=ids, solver=solver, use_cache=False).loss)
+        for solver in (cc.Sequential(), cc.Jacobi(8, 8))
+    ]
+    assert largest_difference(*found) < 1e-10

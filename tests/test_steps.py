@@ -277,7 +277,8 @@ def test_other_parameters_of_a_functional_call() -> None:
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_are_called(kind: str) -> None:
     for name in ("self_attn.q_proj", "mlp", "memory_layernorm", "self_attn.k_norm"):
-        model, ids, calls = make_rlt().train(), token_ids(2, 5), []
+        model, ids = make_rlt().train(), token_ids(2, 5)
+        calls: list[int] = []
         module = model.model.decoder.layers[0].get_submodule(name)
         getattr(module, f"register_{kind}_hook")(lambda *_, calls=calls: calls.append(1))
         model(ids, labels=ids).loss.backward()

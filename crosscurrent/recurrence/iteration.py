@@ -38,7 +38,7 @@ class Iterate:
 
     def states(self, problem: Problem) -> Tensor:
         """[B, T, D], with gradient if that is on and y, r or the carry have one."""
-        return problem.carry(self.outputs, self.read, self.fused[..., None])
+        return problem.with_known(problem.carry(self.outputs, self.read, self.fused[..., None]))
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,15 @@ class Iteration:
     def first(self, guess: Guess) -> Iterate:
         """The guess: a pass without recurrence, or, for nothing, the inputs in place of the outputs.
 
-        The pass is left out if no token reads a state of this call.
+        The pass is left out if no token reads a state of this call. What leading tokens compute owes nothing to a guess: if
+        that is not known already, a pass tells it.
         """
         problem, plan = self.problem, self.problem.plan
         outputs, none = problem.inputs.detach(), torch.zeros_like(problem.inputs)
-        if guess == "pass" and plan.depth > 1:
-            outputs, _ = problem.core.run(problem.inputs, ALL, problem.core.start(keeps_entries=False))
+        needs_leading = plan.leading_stop > 0 and problem.known is None
+        if plan.depth > 1 and (guess == "pass" or needs_leading):
+            passed, _ = problem.core.run(problem.inputs, ALL, problem.core.start(keeps_entries=False))
+            outputs = passed if guess == "pass" else torch.where(plan.leading[..., None], passed, outputs)
         iterate = Iterate(outputs, none, torch.zeros_like(plan.fused))
         if not self.scan or plan.depth == 1:
             return iterate
@@ -83,7 +86,7 @@ class Iteration:
     def run(self, states: Tensor) -> tuple[Iterate, Any]:
         """One fused pass, and the core's entries after it."""
         problem = self.problem
-        read = problem.pick(problem.plan.source, states)
+        read = problem.pick(problem.plan.source, problem.with_known(states))
         z = problem.fused(problem.inputs, read, ALL)
         outputs, past = problem.core.run(z, ALL, problem.core.start(keeps_entries=False))
         iterate = Iterate(outputs, read, problem.plan.fused)
@@ -109,7 +112,7 @@ class Iteration:
         """The transpose of that scan, for the adjoint equation: from a residual [B, T, D] to a correction. None: none."""
         if not self.scan or getattr(self.problem.carry, "detach_residual", True):
             return None
-        plan = self.problem.plan
+        plan, known = self.problem.plan, self.problem.known
         _, decay = self._decay(iterate)
 
         def transposed(residual: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class Iteration:
                 change = residual.detach().requires_grad_()
                 read = change_of_reads(plan, change, decay)
             (found,) = torch.autograd.grad(read, change, decay * residual)
-            return residual + found
+            return residual + (found if known is None else torch.where(known.mask, 0, found))
 
         return transposed
 

@@ -84,6 +84,8 @@ class Jacobi:
                     f"backward_iterations={self.backward_iterations} is not allowed: give 1 to "
                     f"iterations={self.iterations}."
                 )
+        if not isinstance(self.scan, bool):
+            raise ValueError(f"scan={self.scan!r} is not allowed: give True or False.")
         check_tolerance(self.tolerance)
         check_nonconvergence(self.on_nonconvergence, self.tolerance)
         if self.guess not in get_args(Guess):
@@ -114,8 +116,7 @@ class Jacobi:
         iteration, depth = Iteration(problem, self.scan and can_scan(problem)), problem.plan.depth
         stopping = Stopping(self.name, self.tolerance, self.on_nonconvergence)
         num_passes = min(self.iterations, depth)
-        # Without gradients all passes but the one that gives the outputs may be left out.
-        num_finishing = min(self.rule.num_passes if torch.is_grad_enabled() else 1, num_passes)
+        num_finishing = min(self.rule.num_passes, num_passes)
         residuals: list[Tensor] = []
         with torch.no_grad():
             last = iteration.first(self.guess)

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens of this call, D hidden_size.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ def check_count(name: str, value: Any, at_least: int = 1) -> None:
 
 def check_tolerance(tolerance: Any) -> None:
     """Raise unless it is None or a positive number."""
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and 0 < tolerance < math.inf):
         raise ValueError(f"tolerance={tolerance!r} is not allowed: give a positive number, or None.")
 
 
@@ -91,6 +93,14 @@ class ColumnCore(Protocol):
 
 
 @dataclass(frozen=True)
+class KnownStates:
+    """States [B, T, D] that are known before a problem is solved, where the mask [B, T, 1] says so."""
+
+    mask: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True)
 class Problem:
     """The coupled equations for the known tokens of one call.
 
@@ -102,6 +112,7 @@ class Problem:
         state: what the call continues from.
         fuse, core, carry: the architecture. `fuse` is None only if the plan fuses no token.
         keeps_registers: whether the solution is to hold the register after every column, so that tokens can be taken back.
+        known: states that are known beforehand.
         shares_weights: whether steps and passes find the same weights, so that they can share what is made of them. Not if
             the weights are sharded or offloaded, and come and go with every call of their module.
         of_stream: [B, T, N] what the fusion makes of the inputs alone, for all steps and passes; N = 0 if it takes no part.
@@ -115,6 +126,7 @@ class Problem:
     carry: Carry
     keeps_registers: bool = False
     shares_weights: bool = True
+    known: KnownStates | None = None
     of_stream: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +160,10 @@ class Problem:
     def carried(self, y: Tensor, r: Tensor, columns: slice | Tensor) -> Tensor:
         """The states of the given columns."""
         return self.carry(y, r, self.plan.fused[:, columns, None])
+
+    def with_known(self, states: Tensor) -> Tensor:
+        """The states [B, T, D], with those that are known beforehand in their places."""
+        return states if self.known is None else torch.where(self.known.mask, self.known.states, states)
 
     def initial(self) -> Tensor:
         """[B, D] the state read where there is no predecessor."""

@@ -71,6 +71,9 @@ class Plan:
         depth: the largest number of stages that a document would have by itself. Jacobi iteration is exact after as many
             iterations. It is smaller than the number of stages if a row holds several documents, or chunks do not line up.
         first_fused: no token before this column is fused, in any row (0 if not known without asking the device).
+        leading: [B, T] bool, real tokens before the first fused one of their document, in this call: what they compute owes
+            nothing to any state.
+        leading_stop: behind the last of those whose state a fused token reads, in any row (0 if there is none).
         final_num_tokens, final_segment: [B] int64, as in `RecurrentState`, after this call.
     """
 
@@ -83,6 +86,8 @@ class Plan:
     stages: tuple[Stage, ...]
     depth: int
     first_fused: int
+    leading: Tensor
+    leading_stop: int
     final_num_tokens: Tensor
     final_segment: Tensor
 
@@ -96,7 +101,8 @@ class Plan:
         source, source_after = (
             _counted_from(first, columns[:, first:]) for columns in (self.source, self.source_after)
         )
-        stages, depth, first_fused = _stages(source, fused)
+        leading = self.leading[:, first:]
+        stages, depth, first_fused, leading_stop = _stages(source, fused, leading)
         return replace(
             self,
             fused=fused,
@@ -108,6 +114,8 @@ class Plan:
             stages=stages,
             depth=depth,
             first_fused=first_fused,
+            leading=leading,
+            leading_stop=leading_stop,
         )
 
 
@@ -157,7 +165,8 @@ class Schedule:
         no_start = last_start < 0
         source_after = torch.where(no_start & (last_write < 0), torch.where(continues, CARRIED, INITIAL), source_after)
         source = _source_of_each(source_after, starts, continues)
-        stages, depth, first_fused = _stages(source, fused)
+        leading = is_real & (_counted_in_document(fused, starts) == 0)
+        stages, depth, first_fused, leading_stop = _stages(source, fused, leading)
         last_real = _last_column(is_real)[:, -1]
         row = torch.arange(len(last_real), device=last_real.device)
         seen = last_real >= 0
@@ -171,6 +180,8 @@ class Schedule:
             stages=stages,
             depth=depth,
             first_fused=first_fused,
+            leading=leading,
+            leading_stop=leading_stop,
             final_num_tokens=torch.where(seen, positions[row, last_real] + 1, state.num_tokens),
             final_segment=torch.where(seen, tokens.labels[row, last_real], state.segment),
         )
@@ -198,6 +209,8 @@ class Schedule:
             stages=(Stage(0, 1, any_fused=reads, any_initial=False),),
             depth=1,
             first_fused=0,
+            leading=torch.zeros_like(is_real) if reads else is_real,
+            leading_stop=0,
             final_num_tokens=state.num_tokens + 1,
             final_segment=state.segment,
         )
@@ -243,11 +256,17 @@ def _counted_from(first: int, source: Tensor) -> Tensor:
     return torch.where(source >= first, source - first, source.clamp(max=CARRIED))
 
 
-def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[Stage, ...], int, int]:
-    """The stages of all rows together, the depth of the deepest document, and the first column that may hold a fused token.
-    One transfer from the device."""
+def _counted_in_document(flags: Tensor, starts: Tensor) -> Tensor:
+    """[B, T] for each column, how many flagged ones its document has had so far, itself included."""
+    counts = flags.long().cumsum(dim=1)
+    return counts - torch.where(starts, counts - flags.long(), 0).cummax(dim=1).values
+
+
+def _stages(source: Tensor, fused: Tensor, leading: Tensor) -> tuple[tuple[Stage, ...], int, int, int]:
+    """The stages of all rows together, the depth of the deepest document, the first column that may hold a fused token, and
+    where the leading tokens that are read end. One transfer from the device."""
     if source.shape[1] == 1:  # no need to ask the device, which would hold up every step of decoding
-        return (Stage(0, 1, any_fused=True, any_initial=True),), 1, 0
+        return (Stage(0, 1, any_fused=True, any_initial=True),), 1, 0, 0
     read = torch.where(fused, source, INITIAL)
     newest = read.clamp(min=CARRIED).cummax(dim=1).values
     before = torch.cat([torch.full_like(newest[:, :1], CARRIED), newest[:, :-1]], dim=1)
@@ -256,8 +275,11 @@ def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[Stage, ...], int, int]
     # A document opens none before its first tokens, which read the initial state, have passed.
     depth = 1 + (opened - torch.where(source == INITIAL, opened, 0).cummax(dim=1).values).amax()
     initial = fused & (source == INITIAL)
-    facts = torch.stack([read.amax(dim=0), fused.any(dim=0), initial.any(dim=0), depth.expand(len(read[0]))]).tolist()
-    last_read, any_fused, any_initial, depths = facts
+    reads_leading = fused & (source >= 0) & leading.gather(1, source.clamp(min=0))
+    leading_read = torch.where(reads_leading, source + 1, 0)
+    each = (read, fused, initial, leading_read)
+    facts = torch.stack([*(flags.amax(dim=0).long() for flags in each), depth.expand(len(read[0]))]).tolist()
+    last_read, any_fused, any_initial, leading_stops, depths = facts
     edges = [0]
     for column, newest_read in enumerate(last_read):
         if newest_read >= edges[-1]:
@@ -267,4 +289,5 @@ def _stages(source: Tensor, fused: Tensor) -> tuple[tuple[Stage, ...], int, int]
         Stage(start, stop, any(any_fused[start:stop]), any(any_initial[start:stop]))
         for start, stop in itertools.pairwise(edges)
     )
-    return stages, depths[0], next((column for column, is_fused in enumerate(any_fused) if is_fused), 0)
+    first_fused = next((column for column, is_fused in enumerate(any_fused) if is_fused), 0)
+    return stages, depths[0], first_fused, max(leading_stops)

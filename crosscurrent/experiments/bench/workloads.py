@@ -87,7 +87,7 @@ def token_by_token(model: nn.Module, ids: Tensor, conditions: Conditions) -> Wor
 def decode(model: nn.Module, prompt: Tensor, num_new: int, conditions: Conditions) -> Workload:
     """Seconds per token of greedy decoding after a prompt [B, T], in a plain loop: one call per token.
 
-    The prompt's cache is made once; each run continues a copy of it, within `fixed_weights`, after a token that is not timed.
+    The prompt's cache is made once; each run continues a copy of it, in `fixed_weights`, after a token that is not timed.
     """
     model.eval()
     with torch.no_grad(), conditions.autocast():
