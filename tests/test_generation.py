@@ -190,6 +190,7 @@ def test_a_prompt_needs_a_token_that_the_cache_does_not_hold(num_held: int) -> N
 @for_some_subjects
 def test_batch_size_may_change_between_calls(subject: str) -> None:
     model = SUBJECTS[subject]()
+    model.config.solver = cc.Sequential()
     cache = cache_of(model(token_ids(3, 5), use_cache=True))
     cache.batch_select_indices(torch.tensor([2, 0]))
     kept = token_ids(3, 5)[[2, 0]]
@@ -215,7 +216,7 @@ def test_caches_of_another_kind_are_refused(subject: str) -> None:
 
 
 def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
-    model = make_t2mlr("llama")
+    model = make_t2mlr("llama", solver=cc.Sequential())
     cache = cache_of(model(token_ids(1, 5), use_cache=True))
     strict = cc.Jacobi(iterations=1, backward_iterations=1, tolerance=1e-12, on_nonconvergence="raise")
     with pytest.raises(cc.ConvergenceError):

@@ -91,6 +91,7 @@ def test_no_more_passes_than_there_are_stages() -> None:
 class RunningMean:
     """A core simple enough to write Jacobi out by hand: y_t = tanh(mean of z_1..z_t)."""
 
+    learns = False
     can_be_split = False
 
     def start(self, keeps_entries: bool) -> None:

@@ -52,6 +52,7 @@ def test_one_sweep_of_chunks_of_one_is_a_jacobi_pass() -> None:
 class Mean:
     """y_t = tanh(mean of z_1..z_t), by columns; a loop over what is newest."""
 
+    learns = False
     can_be_split = True
 
     def start(self, keeps_entries: bool) -> None:

@@ -263,10 +263,16 @@ def test_impossible_solver_schedules_are_refused_at_once(iterations: Any, backwa
 
 
 def test_a_schedule_needs_a_solver_with_iterations(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"solver is Sequential\(truncate=None\)"):
+    with pytest.raises(ValueError, match=r"solver is Sequential\(truncate=None, recompute_every=None\)"):
         trained(make_t2mlr("llama", solver=cc.Sequential()), tmp_path, callbacks=[SolverSchedule(2, 1)])
     with pytest.raises(ValueError, match="has no recurrence"):
         trained(LlamaForCausalLM(LlamaConfig(**SIZES)), tmp_path, callbacks=[SolverSchedule(2, 1)])
+
+
+def test_a_schedule_that_does_not_suit_the_solver_is_refused_before_training(tmp_path: Path) -> None:
+    model = make_t2mlr("llama", solver=cc.Jacobi(16, 4))
+    with pytest.raises(ValueError, match="backward_iterations=4 is not allowed"):
+        trained(model, tmp_path, callbacks=[SolverSchedule(Steps([(0, 16), (1000, 2)]))])
 
 
 # Numbers that are not finite

@@ -1,6 +1,7 @@
 """`crosscurrent retrofit`"""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +21,17 @@ def retrofit(
         int,
         typer.Option(min=1, help="1: every token reads the state of the one before; B: of the last chunk of B tokens."),
     ] = 1,
-    iterations: Annotated[int, typer.Option(min=1, help="Jacobi iterations that solve a whole sequence.")] = 16,
-    backward_iterations: Annotated[int, typer.Option(min=1, help="How many of them, the last, carry gradient.")] = 4,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Jacobi iterations that solve a whole sequence.", show_default="4")
+    ] = None,
+    backward_iterations: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many of them, the last, carry gradient: the published way, 16 and 4 (docs/solvers.md).",
+            show_default="an implicit gradient",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUTPUT.")] = False,
 ) -> None:
     """Add a recurrence to a pretrained model, and save it.
@@ -38,10 +48,14 @@ def retrofit(
     from crosscurrent.experiments.saving import check_target, save_model
     from crosscurrent.models.base import load_base, load_tokenizer, shareable_name
     from crosscurrent.models.t2mlr import retrofit as retrofit_model
+    from crosscurrent.models.t2mlr.configuration_t2mlr import DEFAULT_SOLVER
     from crosscurrent.recurrence import Jacobi
 
     check_target(output, overwrite)
-    solver = Jacobi(iterations, backward_iterations)
+    if backward_iterations is not None:
+        solver = Jacobi(iterations or Jacobi.iterations, backward_iterations)
+    else:
+        solver = replace(DEFAULT_SOLVER, iterations=iterations or DEFAULT_SOLVER.iterations)
     tokenizer, base_model = load_tokenizer(base), load_base(base)
     model = retrofit_model(base_model, layer_start, layer_end, feedback_interval=feedback_interval, solver=solver)
     difference = max_logit_difference(base_model, model, tokenizer(SAMPLE, return_tensors="pt")["input_ids"])
@@ -53,7 +67,7 @@ def retrofit(
         "--backward-iterations": backward_iterations,
     }
     words = ["crosscurrent", "retrofit", shareable_name(base), output.resolve().name]
-    words += [str(word) for option in command.items() for word in option]
+    words += [str(word) for option in command.items() if option[1] is not None for word in option]
     save_model(model, tokenizer, output, overwrite, shlex.join(words))
     typer.echo(
         f"{output}: {base} with layers {layer_start} to {layer_end - 1} of {model.config.num_hidden_layers} recurrent, "

@@ -14,6 +14,7 @@ from crosscurrent.models.inputs import check_token_ids, document_labels, read_ma
 from crosscurrent.models.outputs import RecurrentCausalLMOutput
 from crosscurrent.recurrence import (
     PADDING,
+    Implicit,
     Plan,
     Problem,
     RecurrentState,
@@ -124,8 +125,9 @@ def begin_call(
             f"the cache holds {past_labels.shape[0]} rows and the call has {shape[0]}: give as many rows, or repeat or "
             "select the cache's rows first (batch_repeat_interleave, batch_select_indices)."
         )
+    chosen = as_solver(solver if solver is not None else config.solver)
     if given is not None and given.num_places is not None:
-        _check_static(given, shape[1], model.training)
+        _check_static(given, shape[1], model.training or isinstance(getattr(chosen, "rule", None), Implicit))
     state = given.state if given is not None and given.state is not None else model.start_state(shape[0])
     if attention_mask is not None or given is not None:
         position_ids = None  # only a batch without either tells its documents by its positions alone
@@ -145,7 +147,7 @@ def begin_call(
     return Call(
         plan=plan,
         state=state,
-        solver=as_solver(solver if solver is not None else config.solver),
+        solver=chosen,
         key_labels=_key_labels(past_labels, plan.labels, is_plain),
         is_plain=is_plain,
         branch=(given if given is not None else model.new_cache()).branch()
@@ -157,11 +159,12 @@ def begin_call(
     )
 
 
-def _check_static(cache: RecurrentCache, num_new: int, is_training: bool) -> None:
+def _check_static(cache: RecurrentCache, num_new: int, makes_gradients: bool) -> None:
     assert cache.num_places is not None
-    if is_training and torch.is_grad_enabled():
+    if makes_gradients and torch.is_grad_enabled():
         raise ValueError(
-            "a cache with max_cache_len is overwritten in place, which gradients do not survive: use another."
+            "a cache with max_cache_len is overwritten in place, which gradients do not survive: use another, or call the "
+            "model within torch.no_grad()."
         )
     if cache.num_columns + num_new > cache.num_places:
         raise ValueError(

@@ -35,8 +35,9 @@ class GrowingLayer(DynamicLayer):
             return found
         assert self.keys is not None and self.values is not None
         with _LOCK:  # copies that threads go on from may share a room
-            if self._room is None or not self._room.continues(self.keys, self.values, key_states):
-                self._room = _Room(self.keys, self.values, key_states)
+            new = key_states, value_states
+            if self._room is None or not self._room.continues(self.keys, self.values, new):
+                self._room = _Room(self.keys, self.values, new)
             self.keys, self.values = self._room.append(key_states, value_states)
         return self.keys, self.values
 
@@ -53,27 +54,29 @@ class _Room:
 
     __slots__ = ("keys", "num_used", "values")
 
-    def __init__(self, keys: Tensor, values: Tensor, new: Tensor):
+    def __init__(self, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor]):
         self.num_used = keys.shape[2]
-        columns = self.num_used + new.shape[2]
+        columns = self.num_used + new[0].shape[2]
         columns += max(columns // 2, FEWEST_COLUMNS)
         self.keys, self.values = (
-            part.new_empty((*part.shape[:2], columns, part.shape[3]), dtype=torch.promote_types(part.dtype, new.dtype))
-            for part in (keys, values)
+            part.new_empty(
+                (*part.shape[:2], columns, part.shape[3]), dtype=torch.promote_types(part.dtype, added.dtype)
+            )
+            for part, added in zip((keys, values), new, strict=True)
         )
         self.keys.narrow(2, 0, self.num_used).copy_(keys)
         self.values.narrow(2, 0, self.num_used).copy_(values)
 
-    def continues(self, keys: Tensor, values: Tensor, new: Tensor) -> bool:
+    def continues(self, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor]) -> bool:
         """Whether these entries lie in this room, with nothing behind them, and the new ones fit in."""
         num_columns = keys.shape[2]
         return (
             num_columns == self.num_used
-            and num_columns + new.shape[2] <= self.keys.shape[2]
+            and num_columns + new[0].shape[2] <= self.keys.shape[2]
             and keys.data_ptr() == self.keys.data_ptr()
             and values.data_ptr() == self.values.data_ptr()
             and keys.shape[:2] == self.keys.shape[:2]
-            and new.dtype == self.keys.dtype
+            and (new[0].dtype, new[1].dtype) == (self.keys.dtype, self.values.dtype)
             and self.keys.is_inference() == torch.is_inference_mode_enabled()
         )
 

@@ -125,7 +125,7 @@ def _call(model: PreTrainedModel) -> str:
     solver = changed.pop("solver", None)
     words = [f"{name}={value!r}" for name, value in changed.items()]
     if solver is not None:
-        words.append(f"solver=crosscurrent.{as_solver(solver)}")
+        words.append("solver=" + re.sub(r"\b(?=[A-Z]\w*\()", "crosscurrent.", repr(as_solver(solver))))
     if "base_config" in config.__dict__:
         if changed.keys() - inspect.signature(retrofit).parameters.keys():  # as in the authors' checkpoints
             settings = ", ".join(["base_config=base.config", *words])

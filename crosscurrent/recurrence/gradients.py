@@ -115,7 +115,7 @@ class Implicit:
         problem = iteration.problem
         with torch.no_grad():
             states = last.states(problem)
-        states = states.detach().requires_grad_(torch.is_grad_enabled())
+        states = states.detach().requires_grad_(torch.is_grad_enabled() and problem.learns)
         last, past = iteration.run(states)
         outputs, new_states = last.outputs, last.states(problem)
         residual = iteration.residual(new_states, states)

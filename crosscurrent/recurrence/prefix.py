@@ -69,6 +69,10 @@ class CoreBehindPrefix:
 
     can_be_split = False
 
+    @property
+    def learns(self) -> bool:
+        return self.core.learns
+
     def start(self, keeps_entries: bool) -> Any:
         return self.past
 

@@ -60,6 +60,11 @@ class Core(Protocol):
         """The entries before this call. `keeps_entries` is True if the call will be run in several ranges."""
         ...
 
+    @property
+    def learns(self) -> bool:
+        """Whether its weights, or the entries before this call, have gradients."""
+        ...
+
     def run(self, z: Tensor, columns: slice, past: Any) -> tuple[Tensor, Any]:
         """Outputs y [B, S, D] for z [B, S, D] of the given columns of the call, and the entries including them."""
         ...
@@ -160,6 +165,12 @@ class Problem:
     def carried(self, y: Tensor, r: Tensor, columns: slice | Tensor) -> Tensor:
         """The states of the given columns."""
         return self.carry(y, r, self.plan.fused[:, columns, None])
+
+    @property
+    def learns(self) -> bool:
+        """Whether anything that the solution depends on has a gradient."""
+        own = (self.inputs, self.of_stream, self.state.register, self.initial())
+        return self.core.learns or any(tensor.requires_grad for tensor in own)
 
     def with_known(self, states: Tensor) -> Tensor:
         """The states [B, T, D], with those that are known beforehand in their places."""

@@ -42,11 +42,14 @@ class SolverSchedule(TrainerCallback):
 
     def __init__(self, iterations: Count, backward_iterations: Count | None = None):
         self.iterations, self.backward_iterations = iterations, backward_iterations
-        for step in sorted({*_change_points(iterations), *_change_points(backward_iterations)}):
+        for step in self._change_points():
             try:
                 self.changed(Jacobi(1, gradient=Implicit()), step)
             except ValueError as error:
                 raise ValueError(f"from step {step} on: {error}") from None
+
+    def _change_points(self) -> list[int]:
+        return sorted({*_change_points(self.iterations), *_change_points(self.backward_iterations)})
 
     def at(self, step: int) -> tuple[int, int | None]:
         """(iterations, backward_iterations) of the step after `step` steps."""
@@ -62,6 +65,8 @@ class SolverSchedule(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
+        for step in self._change_points():
+            self.changed(self._solver_of(recurrent_model(model)), step)  # now, not in the middle of training
         self._set(recurrent_model(model), state.global_step)
 
     def on_step_begin(
@@ -70,13 +75,16 @@ class SolverSchedule(TrainerCallback):
         self._set(recurrent_model(model), state.global_step)
 
     def _set(self, model: RecurrentCausalLM, step: int) -> None:
+        model.config.solver = self.changed(self._solver_of(model), step)  # type: ignore[attr-defined]
+
+    def _solver_of(self, model: RecurrentCausalLM) -> Jacobi:
         solver = as_solver(model.config.solver)  # type: ignore[attr-defined]
         if not isinstance(solver, Jacobi):
             raise ValueError(
                 f"the model's solver is {solver!r}, which has no iterations to change: set model.config.solver = "
                 "cc.Jacobi(...), or train without SolverSchedule."
             )
-        model.config.solver = self.changed(solver, step)  # type: ignore[attr-defined]
+        return solver
 
 
 def _value(count: Count | None, step: int) -> Any:

@@ -35,7 +35,7 @@ def run_case(
         >>> from crosscurrent.experiments.bench import find_case
         >>> result = run_case(find_case("rlt-prefill"), Conditions(size="tiny"), repeats=1)
         >>> [subject["name"] for subject in result["subjects"]]
-        ['prefill', 'token by token']
+        ['prefill, Sequential', 'prefill, Jacobi to 1e-6', 'token by token']
     """
     if conditions.threads is not None:
         torch.set_num_threads(conditions.threads)

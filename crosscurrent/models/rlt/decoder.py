@@ -133,6 +133,11 @@ class DecoderRun:
         is_widened = device == "cpu" and torch.is_autocast_enabled(device) and len(self.plan.stages) > 1
         return entries.float() if is_widened else entries
 
+    @property
+    def learns(self) -> bool:
+        entries = (*self.window.keys, *self.window.values, *(part for group in self.memory for part in group))
+        return any(tensor.requires_grad for tensor in (*self.decoder.parameters(), *entries))
+
     def start(self, keeps_entries: bool) -> Past:
         # What runs once needs no room to grow in, and stays free for second derivatives.
         in_place = keeps_entries or current_steps() is not None

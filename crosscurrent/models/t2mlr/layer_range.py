@@ -170,6 +170,13 @@ class LayerRange:
             return False
         return not any(drops_entries(call.layer) for call in self.calls) and all(call.can_be_cut for call in self.calls)
 
+    @property
+    def learns(self) -> bool:
+        layers = [self.cache.layers[call.index] for call in self.calls] if self.cache is not None else []
+        entries = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        weights = [parameter for call in self.calls for parameter in call.layer.parameters()]
+        return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*weights, *entries))
+
     def start(self, keeps_entries: bool) -> DynamicCache | None:
         if keeps_entries and any(drops_entries(call.layer) for call in self.calls):
             raise ValueError(

@@ -10,7 +10,7 @@ from crosscurrent.models.call import Call
 from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.models.t2mlr.dtypes import InStreamDtype
 from crosscurrent.models.t2mlr.layer_range import LayerCall, LayerRange
-from crosscurrent.recurrence import Problem, Solution
+from crosscurrent.recurrence import Implicit, Problem, Solution
 
 
 class RangeRun:
@@ -61,7 +61,22 @@ class RangeRun:
         before = recorded[:first]
         if start == 0:
             before = (self.inputs,)
-        return (*before, *in_range, *recorded[after:])
+        return (*before, *map(self._without_gradient_if_implicit, in_range), *recorded[after:])
+
+    def _without_gradient_if_implicit(self, recorded: Tensor) -> Tensor:
+        """An implicit gradient is completed behind the range: through what is recorded inside of it, it would be wrong."""
+        if not (recorded.requires_grad and isinstance(getattr(self.call.solver, "rule", None), Implicit)):
+            return recorded
+
+        def refuse(_: Tensor) -> None:
+            raise RuntimeError(
+                "with an implicit gradient there is none through hidden_states and attentions of the recurrent range. Solve "
+                "with gradients through passes, such as cc.Jacobi(iterations=16, backward_iterations=4)."
+            )
+
+        shown = recorded.view_as(recorded)
+        shown.register_hook(refuse)
+        return shown
 
     def _runs(self, asked_for: str) -> list[range]:
         if not self.core.runs:
