@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import crosscurrent as cc
+from crosscurrent.models.compat import CACHE_NAME
 from tests.subjects import cache_of, gradients, largest_difference, make_rlt, make_t2mlr, token_ids
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
@@ -199,3 +200,40 @@ def test_each_rule_teaches_the_recurrent_weights() -> None:
     ):
         found = found_by(model, ids, cc.Jacobi(3, gradient=gradient))
         assert {name for name in names if not found[name].any()} == constants
+
+
+def test_no_gradient_through_hidden_states_of_the_range() -> None:
+    model, ids = make_t2mlr("llama"), token_ids(2, 5)
+
+    def hidden(solver: Any) -> Any:
+        return model(ids, solver=solver, output_hidden_states=True, use_cache=False).hidden_states
+
+    implicit, full = cc.Jacobi(5, gradient=cc.Implicit(5)), cc.Jacobi(5, 5)
+    assert largest_difference(hidden(implicit), hidden(full)) < 1e-11
+    for outside in (1, 4):  # the stream into the range, and the last one
+        found = [gradients(model, hidden(solver)[outside].square().sum()) for solver in (implicit, full)]
+        assert largest_difference(*found) < 1e-9
+    with pytest.raises(RuntimeError, match="through hidden_states and attentions"):
+        gradients(model, hidden(implicit)[2].square().sum())
+
+
+def test_frozen_models_have_no_graph() -> None:
+    for model in (make_t2mlr("llama"), make_rlt()):
+        model.requires_grad_(False)
+        solver = cc.Jacobi(3, gradient=cc.Implicit(2))
+        assert not model(token_ids(2, 5), solver=solver).logits.requires_grad
+        embeddings = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+        model(inputs_embeds=embeddings, solver=solver).logits.sum().backward()
+        assert embeddings.grad is not None and bool((embeddings.grad != 0).any())
+
+
+def test_static_caches_need_no_grad() -> None:
+    model, ids = make_t2mlr("llama"), token_ids(1, 5)
+    with pytest.raises(ValueError, match="no_grad"):
+        model(ids, **{CACHE_NAME: model.new_cache(max_cache_len=8)}, solver=cc.Jacobi(3, gradient=cc.Implicit(1)))
+
+
+@pytest.mark.parametrize("settings", [{"scan": "no"}, {"scan": 1}, {"tolerance": True}, {"tolerance": float("inf")}])
+def test_settings_of_the_wrong_kind(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is not allowed: give"):
+        cc.Jacobi(4, **settings)
