@@ -11,6 +11,7 @@ from torch import Tensor
 import crosscurrent as cc
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.rlt import decoder
+from crosscurrent.models.rlt.layer_step import LayerStep
 from crosscurrent.recurrence import steps
 from tests.subjects import SUBJECTS, cache_of, gradients, largest_difference, make_rlt, token_ids
 
@@ -291,3 +292,25 @@ def test_norms_with_their_own_epsilon() -> None:
     fast = model(ids).logits
     with step_by_step():
         assert largest_difference(fast, model(ids).logits) < 1e-13
+
+
+def test_sixteen_bits_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that are written down would be rounded: attention is left to PyTorch's kernels."""
+    used: list[Any] = []
+    monkeypatch.setattr(decoder, "LayerStep", lambda *args: used.append(args) or LayerStep(*args))
+    ids = token_ids(2, 7)
+    make_rlt().bfloat16()(ids, solver=EXACT)
+    assert not used
+    make_rlt().float()(ids, solver=EXACT)
+    assert len(used) == 2
+
+
+@pytest.mark.parametrize("subject", RLTS)
+def test_generating_under_autocast(subject: str) -> None:
+    model, ids = SUBJECTS[subject]().float().eval(), token_ids(2, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        for truncate in (None, 2):
+            solver = cc.Sequential(truncate=truncate)
+            model(ids, labels=ids, recurrent_mask=torch.zeros_like(ids), solver=solver, use_cache=False).loss.backward()
+    assert tokens.shape == (2, 11)

@@ -130,12 +130,9 @@ class EntriesGradient:
         contiguous = torch.contiguous_format
         self._sum = PerBackwardPass(lambda: torch.zeros_like(storage, memory_format=contiguous))
 
-    def of(self, part: Part) -> Tensor:
-        """The gradient of a part, to be added to in place."""
-        return self._sum.value().narrow(2, part.start, part.stop - part.start)
-
-    def take(self, start: int, length: int) -> Tensor:
-        return self._sum.value().narrow(2, start, length)
+    def of(self, start: int, stop: int) -> Tensor:
+        """The gradient of entries `start` to `stop`, to be added to in place."""
+        return self._sum.value().narrow(2, start, stop - start)
 
 
 class _Write(torch.autograd.Function):
@@ -149,14 +146,14 @@ class _Write(torch.autograd.Function):
         if storage is not None:
             # .data: what was written before does not change, so no reader's backward pass need complain.
             storage.data.narrow(2, start, new.shape[2]).copy_(new)
-        ctx.start, ctx.length, ctx.gradient = start, new.shape[2], gradient
+        ctx.start, ctx.stop, ctx.gradient = start, start + new.shape[2], gradient
         ctx.set_materialize_grads(False)
         return new.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         refuse_second_derivatives()
-        found = ctx.gradient.take(ctx.start, ctx.length) if ctx.needs_input_grad[0] else None
+        found = ctx.gradient.of(ctx.start, ctx.stop) if ctx.needs_input_grad[0] else None
         return found, None, None, None, None
 
 
@@ -171,5 +168,5 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_second_derivatives()
-        ctx.part.gradient.of(ctx.part).add_(gradients[0])
+        ctx.part.gradient.of(ctx.part.start, ctx.part.stop).add_(gradients[0])
         return None, None

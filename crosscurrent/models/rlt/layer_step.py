@@ -289,7 +289,7 @@ def _attend_backward(gradient: Tensor, queries: Tensor, weights: Tensor, seen: S
 def _add_product(part: Part, weights: Tensor, rows: Tensor) -> None:
     """Add weights^T rows to the gradient of a part; weights [B, H, S, K], rows [B, H, S, E]."""
     assert part.gradient is not None
-    total = part.gradient.of(part)
+    total = part.gradient.of(part.start, part.stop)
     if rows.shape[2] == 1:
         total.addcmul_(weights.transpose(-1, -2), rows)
     else:
@@ -304,4 +304,4 @@ def _own(seen: Part, queries: Tensor) -> Tensor:
 
 def _own_gradient(seen: Part, queries: Tensor) -> Tensor:
     assert seen.gradient is not None
-    return seen.gradient.of(seen).narrow(2, seen.stop - seen.start - queries.shape[2], queries.shape[2])
+    return seen.gradient.of(seen.stop - queries.shape[2], seen.stop)
