@@ -297,7 +297,12 @@ def test_norms_with_their_own_epsilon() -> None:
 def test_sixteen_bits_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that are written down would be rounded: attention is left to PyTorch's kernels."""
     used: list[Any] = []
-    monkeypatch.setattr(decoder, "LayerStep", lambda *args: used.append(args) or LayerStep(*args))
+
+    def counting(*args: Any) -> LayerStep:
+        used.append(args)
+        return LayerStep(*args)
+
+    monkeypatch.setattr(decoder, "LayerStep", counting)
     ids = token_ids(2, 7)
     make_rlt().bfloat16()(ids, solver=EXACT)
     assert not used
