@@ -183,7 +183,7 @@ def test_drafts_are_verified_exactly_whatever_solves_the_prompt(seed: int) -> No
 
 def test_drafts_are_accepted() -> None:
     """A model that drafts for itself is right every time: else the state that it drafts from would be wrong."""
-    model: Any = make_t2mlr("llama")
+    model: Any = make_t2mlr("llama", solver=cc.Sequential())
     ids = prompt_with_repeats()
     model.generation_config.num_assistant_tokens = 5
     model.generation_config.num_assistant_tokens_schedule = "constant"

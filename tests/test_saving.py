@@ -33,6 +33,7 @@ from crosscurrent.models.weight_names import unwrap_names
 from tests.subjects import (
     SIZES,
     T2MLR_BASES,
+    largest_difference,
     make_base,
     make_rlt,
     make_t2mlr,
@@ -292,7 +293,9 @@ def test_layers_offloaded_to_disk(name: str, share: float, tmp_path: Path) -> No
     assert "disk" in loaded.hf_device_map.values() and (on_disk or share > 0.5)
     assert not any(name.startswith(loaded.resident_modules) for name in on_disk)
     whole = load(tmp_path)
-    assert torch.equal(loaded(ids).logits, whole(ids).logits)
+    # An RLT's steps share weights only if these stay where they are: then they round differently.
+    tolerance = 1e-5 if name == "rlt" else 0.0
+    assert largest_difference(loaded(ids).logits, whole(ids).logits) <= tolerance
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(loaded.generate(ids, **settings), whole.generate(ids, **settings))
 
