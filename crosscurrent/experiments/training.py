@@ -36,6 +36,7 @@ def train(
         ValueError: a loss is not finite.
 
     Example:
+        >>> _ = torch.manual_seed(0)
         >>> model = nn.Linear(1, 1)
         >>> groups = [{"params": list(model.parameters()), "lr": 0.1}]
         >>> losses = list(train(model, groups, lambda step: model(torch.ones(1, 1)).square().sum(), 20, warm_up_steps=2))

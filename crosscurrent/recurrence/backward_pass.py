@@ -47,5 +47,6 @@ def refuse_second_derivatives() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "second derivatives (create_graph=True) are not available through the steps of a sequential solve. Solve with "
-            "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens."
+            "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, and with attention that has them: "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or attn_implementation='eager'."
         )

@@ -38,7 +38,7 @@ class Jacobi:
     Args:
         iterations: D, at most this many fused passes (the paper's `d_forward`).
         backward_iterations: K, the last K of them carry gradient (`d_backward`): short for `gradient=LastPasses(K)`.
-            None: 4, unless `gradient` is given.
+            None: 4, or all if there are fewer, unless `gradient` is given.
         tolerance: stop early once the relative change of the states, the largest over the batch, is below this. The
             passes that carry gradient are always run. None: run all iterations.
         on_nonconvergence: what to do if the tolerance is not reached: "record" it in the report, "warn", or "raise".
@@ -74,7 +74,7 @@ class Jacobi:
         if self.gradient is not None:
             self._take_gradient()
         elif self.backward_iterations is None:
-            object.__setattr__(self, "backward_iterations", 4)
+            object.__setattr__(self, "backward_iterations", min(4, self.iterations))
         if self.backward_iterations is not None:
             check_count(
                 "backward_iterations", self.backward_iterations
