@@ -100,6 +100,38 @@ def make_t2mlr(name: str, layer_start: int = 1, layer_end: int = 3, **settings: 
     return model
 
 
+def make_gated(opening: float, base_name: str = "llama", **settings: Any) -> cc.T2MLRForCausalLM:
+    """Gates nearly closed, as of a model that was trained for a short time: the iteration contracts."""
+    model = make_t2mlr(base_name, **settings)
+    with torch.no_grad():
+        model.fusion.recurrent_scale.fill_(opening)
+        model.fusion.current_scale.fill_(opening)
+    return model
+
+
+class RunningMean:
+    """A core simple enough to write a solver out by hand: y_t = tanh(mean of z_1..z_t)."""
+
+    learns = False
+    can_be_split = False
+
+    def start(self, keeps_entries: bool) -> None:
+        return None
+
+    def run(self, z: Tensor, columns: slice, past: None) -> tuple[Tensor, None]:
+        assert columns == slice(None)
+        return torch.tanh(z.cumsum(1) / torch.arange(1, z.shape[1] + 1)[:, None]), None
+
+    def by_columns(self, past: None, first: int) -> Any:
+        raise NotImplementedError
+
+    def map(self, past: None, change: Any) -> None:
+        return None
+
+    def detach(self, past: None) -> None:
+        return None
+
+
 SUBJECTS: dict[str, Callable[[], Any]] = {
     **{name: partial(make_rlt, **changes) for name, changes in RLTS.items()},
     **{f"t2mlr_{name}": partial(make_t2mlr, name) for name in T2MLR_BASES},

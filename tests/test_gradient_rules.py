@@ -8,7 +8,7 @@ from torch import Tensor
 
 import crosscurrent as cc
 from crosscurrent.models.compat import CACHE_NAME
-from tests.subjects import cache_of, gradients, largest_difference, make_rlt, make_t2mlr, token_ids
+from tests.subjects import cache_of, gradients, largest_difference, make_gated, make_rlt, make_t2mlr, token_ids
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
@@ -20,15 +20,6 @@ SUBJECTS: dict[str, Any] = {
     "rlt2": lambda: make_rlt(feedback_interval=3),
 }
 for_each_subject = pytest.mark.parametrize("subject", SUBJECTS)
-
-
-def contracting(base: str = "llama", **settings: Any) -> cc.T2MLRForCausalLM:
-    """Gates nearly closed, as of a model that was trained for a short time."""
-    model = make_t2mlr(base, **settings)
-    with torch.no_grad():
-        model.fusion.recurrent_scale.fill_(0.05)
-        model.fusion.current_scale.fill_(0.05)
-    return model
 
 
 def found_by(model: Any, ids: Tensor, solver: Any, **inputs: Any) -> dict[str, Tensor]:
@@ -88,7 +79,7 @@ def test_too_few_terms_are_too_few(subject: str) -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_cosine_improves_with_terms_and_passes(scan: bool) -> None:
-    model, ids = contracting(), token_ids(2, 24)
+    model, ids = make_gated(0.05), token_ids(2, 24)
     full = found_by(model, ids, cc.Sequential())
     for rules in ([cc.Implicit(n) for n in (0, 1, 2, 4)], [cc.LastPasses(n) for n in (1, 2, 3, 5)]):
         losses = [1 - cosine(found_by(model, ids, cc.Jacobi(24, gradient=rule, scan=scan)), full) for rule in rules]
@@ -96,7 +87,7 @@ def test_cosine_improves_with_terms_and_passes(scan: bool) -> None:
 
 
 def test_scanning_the_adjoint_needs_fewer_terms() -> None:
-    model, ids = contracting(), token_ids(2, 24)
+    model, ids = make_gated(0.05), token_ids(2, 24)
     full = found_by(model, ids, cc.Sequential())
     plain, scanned = (
         1 - cosine(found_by(model, ids, cc.Jacobi(24, gradient=cc.Implicit(1), scan=scan)), full)
@@ -106,7 +97,7 @@ def test_scanning_the_adjoint_needs_fewer_terms() -> None:
 
 
 def test_a_detached_residual_is_not_scanned_back() -> None:
-    model, ids = contracting(detach_residual=True), token_ids(2, T)
+    model, ids = make_gated(0.05, detach_residual=True), token_ids(2, T)
     full = found_by(model, ids, cc.Sequential())
     assert largest_difference(found_by(model, ids, cc.Jacobi(T, gradient=cc.Implicit(T), scan=True)), full) < 1e-10
     plain, scanned = (found_by(model, ids, cc.Jacobi(T, gradient=cc.Implicit(1), scan=scan)) for scan in (False, True))
@@ -114,7 +105,7 @@ def test_a_detached_residual_is_not_scanned_back() -> None:
 
 
 def test_a_tolerance_ends_the_terms() -> None:
-    model, ids = contracting(), token_ids(2, 24)
+    model, ids = make_gated(0.05), token_ids(2, 24)
     full = found_by(model, ids, cc.Sequential())
     few, loose, tight = (
         found_by(model, ids, cc.Jacobi(24, gradient=gradient))
@@ -126,7 +117,7 @@ def test_a_tolerance_ends_the_terms() -> None:
 
 def test_weights_get_their_gradient_once() -> None:
     """As data-parallel wrappers, which send a gradient when it is there, need it."""
-    model, ids = contracting(), token_ids(2, T)
+    model, ids = make_gated(0.05), token_ids(2, T)
     counts = dict.fromkeys(dict(model.named_parameters()), 0)
 
     def counter(name: str) -> Any:
@@ -142,7 +133,7 @@ def test_weights_get_their_gradient_once() -> None:
 
 
 def test_memory_does_not_grow_with_iterations_or_terms() -> None:
-    model, ids = contracting(), token_ids(2, T)
+    model, ids = make_gated(0.05), token_ids(2, T)
 
     def saved(solver: cc.Jacobi) -> int:
         sizes: list[int] = []
@@ -162,7 +153,7 @@ def test_memory_does_not_grow_with_iterations_or_terms() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant: bool) -> None:
-    model, ids = contracting("gpt2").train(), token_ids(2, T)
+    model, ids = make_gated(0.05, "gpt2").train(), token_ids(2, T)
     solver = cc.Jacobi(4, gradient=cc.Implicit(3))
     without = found_by(model, ids, solver)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -174,7 +165,7 @@ def test_gradient_checkpointing(use_reentrant: bool) -> None:
 
 
 def test_autocast() -> None:
-    model, ids = contracting().float(), token_ids(2, T)
+    model, ids = make_gated(0.05).float(), token_ids(2, T)
     exact = found_by(model, ids, cc.Jacobi(T, gradient=cc.Implicit(T)))
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(ids, labels=ids, solver=cc.Jacobi(T, gradient=cc.Implicit(T), scan=True), use_cache=False).loss
@@ -182,7 +173,7 @@ def test_autocast() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    model, ids = contracting(), token_ids(1, T)
+    model, ids = make_gated(0.05), token_ids(1, T)
     model.set_attn_implementation("eager")  # the others have no second derivative anyway
     loss = model(ids, labels=ids, solver=cc.Jacobi(4, gradient=cc.Implicit(2)), use_cache=False).loss
     (first,) = torch.autograd.grad(loss, model.fusion.recurrent_scale, create_graph=True)
@@ -191,7 +182,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_each_rule_teaches_the_recurrent_weights() -> None:
-    model, ids = contracting(), token_ids(2, T)
+    model, ids = make_gated(0.05), token_ids(2, T)
     names = [name for name, _ in model.named_parameters() if name.startswith(("fusion.", "carry."))]
     for gradient, constants in (
         (cc.Implicit(0), {"carry.norm.weight"}),

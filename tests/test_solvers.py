@@ -20,21 +20,22 @@ from crosscurrent.recurrence import (
     solver_from_dict,
     solver_to_dict,
 )
-from tests.subjects import gradients, largest_difference, make_rlt, make_t2mlr, moved, token_ids
+from tests.subjects import (
+    RunningMean,
+    gradients,
+    largest_difference,
+    make_gated,
+    make_rlt,
+    make_t2mlr,
+    moved,
+    token_ids,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
 
-def contracting_model() -> cc.T2MLRForCausalLM:
-    model = make_t2mlr("llama")
-    with torch.no_grad():
-        model.fusion.recurrent_scale.fill_(0.05)
-        model.fusion.current_scale.fill_(0.05)
-    return model
-
-
 def test_residuals_fall_and_tell_the_error() -> None:
-    model, ids = contracting_model(), token_ids(2, 24)
+    model, ids = make_gated(0.05), token_ids(2, 24)
     exact = model(ids, solver=cc.Sequential()).logits
     report = model(ids, solver=cc.Jacobi(12, 1)).solver_report
     assert report.solver == "jacobi" and report.iterations == 12 and report.residuals.shape == (12,)
@@ -44,7 +45,7 @@ def test_residuals_fall_and_tell_the_error() -> None:
 
 
 def test_tolerance_stops_early_but_keeps_the_gradient() -> None:
-    model, ids = contracting_model(), token_ids(2, 24)
+    model, ids = make_gated(0.05), token_ids(2, 24)
     loose = cc.Jacobi(iterations=20, backward_iterations=2, tolerance=1e-2)
     output = model(ids, labels=ids, solver=loose, use_cache=False)
     assert output.solver_report.iterations < 10 and output.solver_report.converged is True
@@ -59,7 +60,7 @@ def test_tolerance_stops_early_but_keeps_the_gradient() -> None:
 
 
 def test_same_numbers_with_and_without_gradients_and_in_either_mode() -> None:
-    model, ids = contracting_model(), token_ids(2, 12)
+    model, ids = make_gated(0.05), token_ids(2, 12)
     solver = cc.Jacobi(5, 2)
     with_gradient = model(ids, solver=solver).logits
     with torch.no_grad():
@@ -86,29 +87,6 @@ def test_no_more_passes_than_there_are_stages() -> None:
     assert one.iterations == 1 and one.exact and one.residuals.numel() == 0
     unread = model(ids, recurrent_mask=torch.zeros_like(ids), solver=cc.Jacobi(16, 4)).solver_report
     assert unread.iterations == 1 and unread.exact
-
-
-class RunningMean:
-    """A core simple enough to write Jacobi out by hand: y_t = tanh(mean of z_1..z_t)."""
-
-    learns = False
-    can_be_split = False
-
-    def start(self, keeps_entries: bool) -> None:
-        return None
-
-    def run(self, z: torch.Tensor, columns: slice, past: None) -> tuple[torch.Tensor, None]:
-        assert columns == slice(None)
-        return torch.tanh(z.cumsum(1) / torch.arange(1, z.shape[1] + 1)[:, None]), None
-
-    def by_columns(self, past: None, first: int) -> Any:
-        raise NotImplementedError
-
-    def map(self, past: None, change: Any) -> None:
-        return None
-
-    def detach(self, past: None) -> None:
-        return None
 
 
 @pytest.mark.parametrize("backward", [1, 2, 3])
@@ -150,7 +128,7 @@ def test_jacobi_against_iterating_by_hand(backward: int) -> None:
 
 def test_last_k_iterations_carry_gradient() -> None:
     """Gradients differ with K, and grow towards full back-propagation."""
-    model, ids = contracting_model(), token_ids(1, 12)
+    model, ids = make_gated(0.05), token_ids(1, 12)
     full = gradients(model, model(ids, labels=ids, solver=cc.Sequential(), use_cache=False).loss)
     name = "fusion.recurrent_projection.weight"
     errors = []

@@ -8,21 +8,23 @@ import torch
 import crosscurrent as cc
 from crosscurrent.models.rlt.decoder import DecoderColumns
 from crosscurrent.models.t2mlr.layer_range import LayerRange
-from tests.subjects import SUBJECTS, cache_of, gradients, largest_difference, make_rlt, make_t2mlr, token_ids
+from tests.subjects import (
+    SUBJECTS,
+    RunningMean,
+    cache_of,
+    gradients,
+    largest_difference,
+    make_gated,
+    make_rlt,
+    make_t2mlr,
+    token_ids,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
 T = 11
 FEW = ("t2mlr_llama", "t2mlr_gemma2", "t2mlr_gpt2", "t2mlr_interval", "rlt1", "rlt2", "rlt_groups")
 for_each_subject = pytest.mark.parametrize("subject", FEW)
-
-
-def contracting() -> cc.T2MLRForCausalLM:
-    model = make_t2mlr("llama")
-    with torch.no_grad():
-        model.fusion.recurrent_scale.fill_(0.1)
-        model.fusion.current_scale.fill_(0.1)
-    return model
 
 
 @for_each_subject
@@ -49,30 +51,17 @@ def test_one_sweep_of_chunks_of_one_is_a_jacobi_pass() -> None:
     assert largest_difference(*(gradients(model, loss) for loss in labelled)) < 1e-11
 
 
-class Mean:
-    """y_t = tanh(mean of z_1..z_t), by columns; a loop over what is newest."""
-
-    learns = False
+class Mean(RunningMean):
     can_be_split = True
-
-    def start(self, keeps_entries: bool) -> None:
-        return None
-
-    def run(self, z: torch.Tensor, columns: slice, past: None) -> tuple[torch.Tensor, None]:
-        return torch.tanh(z.cumsum(1) / torch.arange(1, z.shape[1] + 1)[:, None]), None
 
     def by_columns(self, past: None, first: int) -> "MeanColumns":
         assert first == 0
         return MeanColumns()
 
-    def map(self, past: None, change: Any) -> None:
-        return None
-
-    def detach(self, past: None) -> None:
-        return None
-
 
 class MeanColumns:
+    """The same by columns; a loop over what is newest."""
+
     def __init__(self) -> None:
         self.entries = torch.zeros(0)
 
@@ -114,7 +103,7 @@ def test_against_the_steps_by_hand() -> None:
 
 
 def test_errors_and_residuals_fall_faster_than_by_passes() -> None:
-    model, ids = contracting(), token_ids(2, 24)
+    model, ids = make_gated(0.1), token_ids(2, 24)
     exact = model(ids, solver=cc.Sequential()).logits
     errors = [largest_difference(model(ids, solver=cc.Sweeps(4, m)).logits, exact) for m in (1, 2, 3)]
     assert errors == sorted(errors, reverse=True)

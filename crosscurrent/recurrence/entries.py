@@ -44,11 +44,8 @@ class Entries:
         is_full = self.length == room
         shape = (*first.shape[:2], room, first.shape[3])
         self.storage = first.detach().contiguous() if is_full else first.new_empty(shape)
-        self.gradient, self.after = EntriesGradient(self.storage), first.new_empty(0)
-        if torch.is_grad_enabled():
-            self.after = _Write.apply(first, self.after, None if is_full else self.storage, 0, self.gradient)
-        elif not is_full:
-            self.storage.data.narrow(2, 0, self.length).copy_(first)
+        self.gradient = EntriesGradient(self.storage)
+        self.after = _written(first, first.new_empty(0), None if is_full else self.storage, 0, self.gradient)
 
     def append(self, new: Tensor) -> "Entries":
         """The entries followed by new ones [B, H, S, E]."""
@@ -58,16 +55,14 @@ class Entries:
             changed.length, changed.storage = self.length + new.shape[2], torch.cat([self.storage, new], dim=2)
             return changed
         own = self.with_room()
-        assert own.after is not None
-        if torch.is_grad_enabled():
-            after = _Write.apply(new, own.after, own.storage, own.length, own.gradient)
-            return own.extended(new.shape[2], after)
-        own.storage.data.narrow(2, own.length, new.shape[2]).copy_(new)
-        return own.extended(new.shape[2], own.after)
+        assert own.after is not None and own.gradient is not None
+        after = _written(new, own.after, own.storage, own.length, own.gradient)
+        return own.extended(new.shape[2], after)
 
     def with_room(self) -> "Entries":
         """The entries, with nothing in the storage behind them: a copy if there is something."""
-        return self if self._num_used[0] == self.length else Entries(self.whole(), self.room)
+        is_free = self.gradient is None or self._num_used[0] == self.length
+        return self if is_free else Entries(self.whole(), self.room)
 
     def extended(self, count: int, after: Tensor) -> "Entries":
         """The entries with `count` more, which a function of one's own has written: it gave the tensor `after`."""
@@ -135,6 +130,31 @@ class EntriesGradient:
         return self._sum.value().narrow(2, start, stop - start)
 
 
+def with_columns(entries: Tensor, new: Tensor, num_before: int, columns: Tensor) -> Tensor:
+    """Entries of some columns [S], counted behind the first `num_before` entries, put among those of all, out of place.
+
+    As long as there are only those first ones, the new entries are those of all columns.
+    """
+    if entries.shape[2] == num_before:
+        return torch.cat([entries, new], dim=2)
+    return entries.index_copy(2, num_before + columns, new)
+
+
+def _written(new: Tensor, before: Tensor, storage: Tensor | None, start: int, gradient: EntriesGradient) -> Tensor:
+    """Put entries into the storage (None: they are it), and what depends on them, and on `before`."""
+    if torch.is_grad_enabled():
+        after: Tensor = _Write.apply(new, before, storage, start, gradient)
+        return after
+    _put(new, storage, start)
+    return before
+
+
+def _put(new: Tensor, storage: Tensor | None, start: int) -> None:
+    if storage is not None:
+        # .data: what was written before does not change, so no reader's backward pass need complain.
+        storage.data.narrow(2, start, new.shape[2]).copy_(new)
+
+
 class _Write(torch.autograd.Function):
     """Puts entries into the storage. The result, a tensor of no size, is what later reads and writes depend on, so that
     the backward pass comes here after theirs."""
@@ -143,9 +163,7 @@ class _Write(torch.autograd.Function):
     def forward(
         ctx: Any, new: Tensor, before: Tensor, storage: Tensor | None, start: int, gradient: EntriesGradient
     ) -> Tensor:
-        if storage is not None:
-            # .data: what was written before does not change, so no reader's backward pass need complain.
-            storage.data.narrow(2, start, new.shape[2]).copy_(new)
+        _put(new, storage, start)
         ctx.start, ctx.stop, ctx.gradient = start, start + new.shape[2], gradient
         ctx.set_materialize_grads(False)
         return new.new_empty(0)

@@ -36,6 +36,7 @@ def solve_behind_prefix(problem: Problem, solve: Callable[[Problem], Solution]) 
         state=replace(problem.state, register=register),
         core=CoreBehindPrefix(problem.core, first, plan.num_tokens, past),
         known=_known_states(problem, first, past),
+        of_stream=problem.of_stream[:, first:],
     )
     solution = solve(rest)
     registers = solution.registers

@@ -121,6 +121,7 @@ class Problem:
         shares_weights: whether steps and passes find the same weights, so that they can share what is made of them. Not if
             the weights are sharded or offloaded, and come and go with every call of their module.
         of_stream: [B, T, N] what the fusion makes of the inputs alone, for all steps and passes; N = 0 if it takes no part.
+            None: it is made.
     """
 
     inputs: Tensor
@@ -132,10 +133,11 @@ class Problem:
     keeps_registers: bool = False
     shares_weights: bool = True
     known: KnownStates | None = None
-    of_stream: Tensor = field(init=False)
+    of_stream: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of_stream", self._of_stream())  # now: a solver may begin with passes without gradient
+        if self.of_stream is None:  # now: a solver may begin with passes without gradient
+            object.__setattr__(self, "of_stream", self._of_stream())
 
     def _of_stream(self) -> Tensor:
         if self.fuse is None or not (torch.is_grad_enabled() or any(stage.any_fused for stage in self.plan.stages)):

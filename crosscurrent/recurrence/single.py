@@ -2,10 +2,9 @@
 
 import torch
 
+from crosscurrent.recurrence.iteration import ALL
 from crosscurrent.recurrence.problem import Problem, Solution, SolverReport
 from crosscurrent.recurrence.schedule import INITIAL
-
-_ALL = slice(None)  # columns of a call
 
 
 def solve_single(problem: Problem, solver_name: str) -> Solution:
@@ -19,9 +18,9 @@ def solve_single(problem: Problem, solver_name: str) -> Solution:
     read = state.register[:, None]
     if plan.stages[0].any_initial:
         read = torch.where((plan.source == INITIAL)[..., None], problem.initial()[:, None], read)
-    z = problem.fused(problem.inputs, read, _ALL)
-    outputs, past = core.run(z, _ALL, core.start(keeps_entries=False))
-    carried = problem.carried(outputs, read, _ALL)
+    z = problem.fused(problem.inputs, read, ALL)
+    outputs, past = core.run(z, ALL, core.start(keeps_entries=False))
+    carried = problem.carried(outputs, read, ALL)
     # What does not write leaves behind what it read, whether or not it was fused with it.
     register = torch.where(plan.writes[..., None], carried, read)
     registers = register if problem.keeps_registers else None

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
-from crosscurrent.models.rlt.layer_step import MOST_COLUMNS, LayerStep, Place, Seen, suits_steps
+from crosscurrent.models.rlt.layer_step import MOST_COLUMNS, LayerStep, Place, Seen, by_column, suits_steps
 from crosscurrent.models.rlt.layers import DecoderLayer, Rotation
 from crosscurrent.recurrence import PADDING, Plan
-from crosscurrent.recurrence.entries import Entries, Part
+from crosscurrent.recurrence.entries import Entries, Part, with_columns
 from crosscurrent.recurrence.steps import Steps, current_steps
 
 Memory = list[tuple[Tensor, Tensor]]  # per group: keys and values, each [B, H, P + T, E]
@@ -157,23 +157,26 @@ class DecoderRun:
         if not self.decoder.layers:
             return z, past
         start, stop, _ = columns.indices(self.plan.num_tokens)
-        rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
+        rotation = _of_columns(self.rotation, columns)
         seen = slice(self._first_seen[start], self.window.labels.shape[1] + stop)
         in_window = self.window_mask(columns, seen)
         num_keys = self.num_past + stop
         in_memory = seen_causally(self.plan.labels[:, columns], self.memory_labels[:, :num_keys], self.is_plain)
         growing = _Growing(self, past, seen)
+        memory = [(keys.part(0, num_keys), values.part(0, num_keys)) for keys, values in past.memory]
+        group = self.decoder.memory_group
         in_steps = self._in_steps(past, stop - start)
-        for index, layer in enumerate(self.decoder.layers):
-            keys, values = past.memory[self.decoder.memory_group(index)]
-            memory = keys.part(0, num_keys), values.part(0, num_keys)
-            if in_steps:
+        if in_steps:
+            turned = by_column(rotation)
+            if in_memory is None and stop - start > 1:
+                in_memory = _causal(stop - start, z.device)
+            for index, step in enumerate(in_steps):
                 before = growing.before(index, z.dtype)
-                mask = in_memory if in_memory is not None or start + 1 == stop else _causal(stop - start, z.device)
-                place = Place(rotation, Seen(*growing.parts(*before), in_window), Seen(*memory, mask))
-                z = growing.keep(*in_steps[index](z, *before, place))
-            else:
-                z = layer(z, rotation, partial(growing.extend, index), in_window, memory, in_memory)
+                window, recalled = Seen(*growing.parts(*before), in_window), Seen(*memory[group(index)], in_memory)
+                z = growing.keep(*step(z, *before, Place(turned, window, recalled)))
+            return z, growing.after()
+        for index, layer in enumerate(self.decoder.layers):
+            z = layer(z, rotation, partial(growing.extend, index), in_window, memory[group(index)], in_memory)
         return z, growing.after()
 
     def _in_steps(self, past: Past, num_columns: int) -> list[LayerStep]:
@@ -289,7 +292,7 @@ class DecoderColumns:
 
     def __init__(self, run: DecoderRun, past: Past, first: int):
         self.layers, self.memory_group, window = run.decoder.layers, run.decoder.memory_group, run.window
-        self.rotation = run.rotation[0][:, :, first:], run.rotation[1][:, :, first:]
+        self.rotation = _of_columns(run.rotation, slice(first, None))
         self.num_before, num_keys = window.labels.shape[1] + first, run.labels.shape[1]
         self.in_window = run.window_mask(slice(first, None), slice(0, num_keys))
         self.in_memory = seen_causally(run.plan.labels[:, first:], run.memory_labels, is_plain=False)
@@ -298,7 +301,7 @@ class DecoderColumns:
         self.values = [values.whole() for values in past.values] if past.values else list(window.values)
 
     def run(self, z: Tensor, columns: Tensor) -> Tensor:
-        rotation = self.rotation[0][:, :, columns], self.rotation[1][:, :, columns]
+        rotation = _of_columns(self.rotation, columns)
         assert self.in_window is not None and self.in_memory is not None  # more than one column
         in_window, in_memory = self.in_window[:, :, columns], self.in_memory[:, :, columns]
         for index, layer in enumerate(self.layers):
@@ -308,10 +311,7 @@ class DecoderColumns:
 
     def _extended(self, index: int, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         for entries, new in ((self.keys, keys), (self.values, values)):
-            if entries[index].shape[2] == self.num_before:  # the first run, for all columns
-                entries[index] = torch.cat([entries[index], new], dim=2)
-            else:
-                entries[index] = entries[index].index_copy(2, self.num_before + columns, new)
+            entries[index] = with_columns(entries[index], new, self.num_before, columns)
         return self.keys[index], self.values[index]
 
 
@@ -339,6 +339,10 @@ def seen_in_window(labels: Tensor, key_labels: Tensor, window: int) -> Tensor:
     place = (key_labels != PADDING).cumsum(dim=1)
     is_near = place[:, -labels.shape[1] :, None] - place[:, None, :] < window
     return seen & is_near[:, None]
+
+
+def _of_columns(rotation: Rotation, columns: slice | Tensor) -> Rotation:
+    return rotation[0][:, :, columns], rotation[1][:, :, columns]
 
 
 def _causal(num_tokens: int, device: torch.device) -> Tensor:

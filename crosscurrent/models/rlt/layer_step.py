@@ -20,8 +20,6 @@ from crosscurrent.recurrence.entries import Entries, Part
 from crosscurrent.recurrence.steps import SharedWeight, Steps, is_bare, is_plain_linear
 
 MOST_COLUMNS = 16  # of a step: more are better served by attention that does not write its scores down
-
-
 _KINDS: tuple[type[nn.Module], ...] = (nn.RMSNorm, DecoderLayer, SelfAttention, MemoryAttention, FeedForward)
 _FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in _KINDS}  # as long as nobody replaces them
 
@@ -39,6 +37,12 @@ def _is_bare(module: nn.Module) -> bool:
     return type(module) in _FORWARDS and is_bare(module, _FORWARDS[type(module)]) and has_weight
 
 
+def by_column(rotation: Rotation) -> Rotation:
+    """From [B, 1, S, E] to [B, S, 1, 1, E], as heads lie in a step."""
+    cos, sin = rotation
+    return cos.transpose(1, 2)[:, :, None], sin.transpose(1, 2)[:, :, None]
+
+
 class Seen(NamedTuple):
     """Keys and values, and which of them each query sees: mask [B or 1, 1, S, K] bool; None: all."""
 
@@ -52,7 +56,7 @@ class Place:
     """Where a step stands.
 
     Attributes:
-        rotation: of its positions.
+        rotation: of its positions, `by_column`.
         window: the layer's own entries, the step's included, which are written here.
         memory: the memory's.
     """
@@ -76,21 +80,18 @@ class LayerStep:
         self.down = steps.shared(mlp.down_proj.weight)
         self.norms = (layer.input_layernorm, layer.memory_layernorm, layer.post_attention_layernorm)
         self.head_norms = (attention.q_norm, attention.k_norm, memory.q_norm)
+        attending = (self.in_projection, self.out_projection, self.memory_query, self.memory_out)
+        gates = [weight.gate for weight in (*attending, self.gate_and_up, self.down)]
+        self._parameters = (*gates, *(norm.weight for norm in (*self.norms, *self.head_norms)))
         self.of_queries_and_keys = torch.stack([norm.weight.detach() for norm in self.head_norms[:2]])[:, None]
 
     def __call__(self, stream: Tensor, keys: Entries, values: Entries, place: Place) -> tuple[Tensor, Entries, Entries]:
         """The stream [B, S, D] after the layer, and its entries with the step's own."""
         device = stream.device.type
-        gates = [weight.gate for weight in self._weights()]
-        norms = [norm.weight for norm in (*self.norms, *self.head_norms)]
         befores = keys.after, values.after, place.memory.keys.after, place.memory.values.after
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            stream, after = _Layer.apply(stream, self, place, *befores, *gates, *norms)
+            stream, after = _Layer.apply(stream, self, place, *befores, *self._parameters)
         return stream, keys.extended(stream.shape[1], after), values.extended(stream.shape[1], after)
-
-    def _weights(self) -> tuple[SharedWeight, ...]:
-        attention = (self.in_projection, self.out_projection, self.memory_query, self.memory_out)
-        return (*attention, self.gate_and_up, self.down)
 
 
 class _Layer(torch.autograd.Function):
@@ -104,7 +105,7 @@ class _Layer(torch.autograd.Function):
         heads = layer.in_projection.forward(heads_in).unflatten(-1, (3, layer.num_heads, -1))  # [B, S, 3, H, E]
         eps = layer.head_norms[0].eps
         normed_heads = _normalize(heads[:, :, :2].to(layer.of_queries_and_keys.dtype), layer.of_queries_and_keys, eps)
-        rotated = rotate(normed_heads.out, _by_column(place.rotation))
+        rotated = rotate(normed_heads.out, place.rotation)
         queries = rotated[:, :, 0].transpose(1, 2)
         _own(place.window.keys, queries).copy_(rotated[:, :, 1].transpose(1, 2))
         _own(place.window.values, queries).copy_(heads[:, :, 2].transpose(1, 2))
@@ -116,7 +117,7 @@ class _Layer(torch.autograd.Function):
         query = layer.memory_query.forward(query_in).unflatten(-1, (1, layer.num_heads, -1))
         weight, eps = _weight_and_eps(layer.head_norms[2])
         normed_query = _normalize(query.to(weight.dtype), weight, eps)
-        memory_queries = rotate(normed_query.out, _by_column(place.rotation))[:, :, 0].transpose(1, 2)
+        memory_queries = rotate(normed_query.out, place.rotation)[:, :, 0].transpose(1, 2)
         recalled = _attend(memory_queries, place.memory, layer.memory_out)
         after_memory = after_window + layer.memory_out.forward(recalled.out)
 
@@ -250,14 +251,8 @@ def _normalize_backward(gradient: Tensor, hat: Tensor, scale: Tensor, weight: Te
     return of_x, of_weight if of_weight.dim() == 1 else of_weight.sum(dim=-2).squeeze(0)
 
 
-def _by_column(rotation: Rotation) -> Rotation:
-    """From [B, 1, S, E] to [B, S, 1, 1, E]."""
-    cos, sin = rotation
-    return cos.transpose(1, 2)[:, :, None], sin.transpose(1, 2)[:, :, None]
-
-
 def _rotate_backward(gradient: Tensor, rotation: Rotation) -> Tensor:
-    cos, sin = _by_column(rotation)
+    cos, sin = rotation
     return torch.addcmul((gradient * sin).roll(gradient.shape[-1] // 2, dims=-1), gradient, cos)
 
 

@@ -184,11 +184,13 @@ class LayerRange:
                 "cc.Jacobi(iterations=T, backward_iterations=T), which is exact for T tokens, or switch checkpointing off: "
                 f"{WITHOUT_CHECKPOINTING}."
             )
-        if self.cache is not None:
-            return self._map_layers(
-                self.cache, branch_layer
-            )  # the cache itself goes on, while steps may be run once more
-        return DynamicCache(config=self.config.get_text_config(decoder=True)) if keeps_entries else None
+        if not keeps_entries:
+            return self.cache
+        if self.cache is None:
+            return DynamicCache(config=self.config.get_text_config(decoder=True))
+        return self._map_layers(
+            self.cache, lambda layer: layer
+        )  # the cache itself goes on, and steps may run once more
 
     def run(self, z: Tensor, columns: slice, past: DynamicCache | None) -> tuple[Tensor, DynamicCache | None]:
         past = self._map_layers(past, branch_layer)

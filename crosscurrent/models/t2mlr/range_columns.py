@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import StaticLayer
 
+from crosscurrent.recurrence.entries import with_columns
+
 if TYPE_CHECKING:
     from crosscurrent.models.t2mlr.layer_range import LayerRange
 
@@ -68,8 +70,4 @@ class _ColumnBuffer:
 
     def _put(self, old: Tensor | None, new: Tensor) -> Tensor:
         assert self.columns is not None
-        if old is None:
-            return new
-        if old.shape[-2] == self.num_before:  # the first run, for all columns
-            return torch.cat([old, new], dim=-2)
-        return old.index_copy(-2, self.num_before + self.columns, new)
+        return new if old is None else with_columns(old, new, self.num_before, self.columns)
