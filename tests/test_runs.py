@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from crosscurrent.evaluation.scoring import Predictions, predict
 from crosscurrent.experiments.grid import open_grid, run_grid
 from crosscurrent.experiments.recipe import Recipe
-from crosscurrent.experiments.run import _arguments, build_model, examples_of, run
+from crosscurrent.experiments.run import build_model, examples_of, run
 from crosscurrent.experiments.run_folder import BusyError, RunFolder
+from crosscurrent.experiments.running import training_arguments
 from crosscurrent.experiments.settings import write_yaml
 from crosscurrent.experiments.study import Study
 from crosscurrent.training import trainer as trainer_module
@@ -113,10 +114,12 @@ def test_stopped_while_a_checkpoint_is_written(whole: Path, step: int, tmp_path:
     assert_same_run(whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("function", ["_test", "_save_predictions", "save_model", "_remove_checkpoints"])
+@pytest.mark.parametrize(
+    "function", ["run._test", "run._save_predictions", "run.save_model", "run_folder.RunFolder.tidy"]
+)
 def test_stopped_between_training_and_result(whole: Path, function: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"crosscurrent.experiments.run.{function}", stopped)
+        patch.setattr(f"crosscurrent.experiments.{function}", stopped)
         with pytest.raises(Stopped):
             run(tiny_recipe(), tmp_path / "run")
     run(tiny_recipe(), tmp_path / "run")
@@ -312,7 +315,8 @@ def test_the_batch_is_what_the_recipe_says_on_any_number_of_gpus(tmp_path: Path)
     """transformers would multiply it by the number of GPUs that one process sees."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingArguments, "_setup_devices", property(four_gpus))
-        arguments = _arguments(tiny_recipe(training={"microbatch_size": 2}).training, tmp_path, 1)
+        training = tiny_recipe(training={"microbatch_size": 2}).training
+        arguments = training_arguments(training, RunFolder(tmp_path), 1)
         assert arguments.train_batch_size * arguments.gradient_accumulation_steps == 8
 
 

@@ -54,9 +54,16 @@ class Size(Settings):
 
 
 class TransformerRecipe(Size):
-    """A transformers Llama."""
+    """A transformers Llama.
+
+    Attributes:
+        num_key_value_heads: null: as many as num_attention_heads.
+        rms_norm_eps: of all its norms.
+    """
 
     architecture: Literal["transformer"]
+    num_key_value_heads: Count | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
 
     def build(self, vocab_size: int) -> PreTrainedModel:
         return LlamaForCausalLM(self._llama(vocab_size))
@@ -66,12 +73,19 @@ class TransformerRecipe(Size):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}."
             )
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}."
+            )
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            rms_norm_eps=self.rms_norm_eps,
             tie_word_embeddings=True,
             max_position_embeddings=4096,
             rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},

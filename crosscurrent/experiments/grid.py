@@ -1,12 +1,12 @@
 """Doing the runs of a study: what is missing, nothing twice, alone or side by side with other processes."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import BusyError, RunFolder, read_json
 from crosscurrent.experiments.study import PlannedRun, Study
@@ -66,7 +66,7 @@ def run_grid(output: Path, plan: list[PlannedRun], tell: Callable[[str], None]) 
     Raises:
         OSError: something cannot be written; what is done stays, and the run can be gone on with.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         raise ValueError(
             "a grid is not run under torchrun: start several processes of it side by side, which share the folder, or "
             "run single recipes under torchrun with `crosscurrent train`."

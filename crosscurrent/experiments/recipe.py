@@ -96,20 +96,19 @@ class TaskRecipe(Settings):
         return get_task(self.name)
 
 
-class TrainingRecipe(Settings):
-    """How a model is trained: AdamW, a warm-up, a cosine to `min_learning_rate`.
+class OptimizationRecipe(Settings):
+    """How any model is trained: AdamW, a warm-up, a cosine to `min_learning_rate`.
 
     Attributes:
         max_steps: optimizer steps.
-        batch_size: examples per step, over all processes.
+        batch_size: examples (of texts: rows) per step, over all processes.
         microbatch_size: examples per forward call of a process; null: the batch divided by the processes.
         learning_rate, min_learning_rate, warmup_steps: rise in a straight line, then a cosine that ends at the minimum.
         weight_decay: of matrices.
         adam_beta1, adam_beta2: of AdamW.
         max_grad_norm: gradients are clipped to it.
-        eval_steps: validation, and a checkpoint, every so many steps.
+        eval_steps: validation every so many steps.
         precision: "fp32", or autocast to "bf16" or "fp16" (on a GPU).
-        mup_base_width: learning rates and starting weights as for this width (width-muP); null: no scaling.
     """
 
     max_steps: Count
@@ -124,10 +123,9 @@ class TrainingRecipe(Settings):
     max_grad_norm: Positive = 1.0
     eval_steps: Count = 100
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    mup_base_width: Count | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> "TrainingRecipe":
+    def _fits(self) -> "OptimizationRecipe":
         if self.microbatch_size is not None and self.batch_size % self.microbatch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of microbatch_size={self.microbatch_size}."
@@ -135,6 +133,16 @@ class TrainingRecipe(Settings):
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}.")
         return self
+
+
+class TrainingRecipe(OptimizationRecipe):
+    """How a model is trained on a task; each validation leaves a checkpoint.
+
+    Attributes:
+        mup_base_width: learning rates and starting weights as for this width (width-muP); null: no scaling.
+    """
+
+    mup_base_width: Count | None = None
 
 
 class Curve(Settings):
@@ -170,27 +178,45 @@ class Curve(Settings):
         return Ramp(*self.ramp, self.num_steps)
 
 
-class CurriculumRecipe(Settings):
+class FeedbackCurriculum(Settings):
     """What changes in the course of training. Validation and tests see the model as `model` describes it.
 
     Attributes:
         feedback_interval: of rlt and t2mlr; rounded to whole numbers.
         feedback_scale: of rlt.
-        max_length: longer training lengths are not drawn yet.
     """
 
     feedback_interval: Curve | None = None
     feedback_scale: Curve | None = None
-    max_length: Curve | None = None
 
     @model_validator(mode="after")
-    def _counts(self) -> "CurriculumRecipe":
-        for name in ("feedback_interval", "max_length"):
+    def _counts(self) -> "FeedbackCurriculum":
+        for name in {"feedback_interval", "max_length"} & set(type(self).model_fields):
             curve = getattr(self, name)
             strange = [value for value in curve.ends if not 1 <= value < 2**31] if curve is not None else []
             if strange:
                 raise ValueError(f"{name}: {strange[0]} is not allowed: give values of at least 1.")
         return self
+
+    def check_model(self, model: Size) -> None:
+        """Raise ValueError if a model has not what is to change."""
+        interval = getattr(model, "feedback_interval", None)
+        if self.feedback_interval is not None and interval is None:
+            raise ValueError(
+                "curriculum.feedback_interval needs a model with feedback (rlt or t2mlr with an interval)."
+            )
+        if self.feedback_scale is not None and (not isinstance(model, RLTRecipe) or interval is None):
+            raise ValueError("curriculum.feedback_scale needs an rlt with feedback.")
+
+
+class CurriculumRecipe(FeedbackCurriculum):
+    """What changes in the course of training on a task.
+
+    Attributes:
+        max_length: longer training lengths are not drawn yet.
+    """
+
+    max_length: Curve | None = None
 
 
 class EvaluationRecipe(Settings):
@@ -229,35 +255,16 @@ class Recipe(Settings):
         smallest = len(self.task.task.vocabulary)
         if self.model.vocab_size is not None and self.model.vocab_size < smallest:
             raise ValueError(f"model.vocab_size={self.model.vocab_size}: {self.task.name} needs at least {smallest}.")
-        interval = getattr(self.model, "feedback_interval", None)
-        if self.curriculum.feedback_interval is not None and interval is None:
-            raise ValueError(
-                "curriculum.feedback_interval needs a model with feedback (rlt or t2mlr with an interval)."
-            )
-        if self.curriculum.feedback_scale is not None and (not isinstance(self.model, RLTRecipe) or interval is None):
-            raise ValueError("curriculum.feedback_scale needs an rlt with feedback.")
-        if self.evaluation.solver is not None and self.model.architecture not in ("rlt", "t2mlr"):
-            raise ValueError(f"evaluation.solver has no meaning for architecture={self.model.architecture}.")
+        self.curriculum.check_model(self.model)
+        check_model(self.model, self.evaluation.solver)
         if self.training.mup_base_width is not None and self.model.architecture in ("lstm", "transformers"):
             raise ValueError(
                 f"training.mup_base_width is not for architecture={self.model.architecture}: leave it null."
             )
-        if isinstance(self.model, RLTRecipe) and self.model.num_decoder_layers >= self.model.num_hidden_layers:
-            raise ValueError(
-                f"model.num_decoder_layers={self.model.num_decoder_layers} leaves no encoder layer of "
-                f"num_hidden_layers={self.model.num_hidden_layers}: at least one is needed."
-            )
-        if isinstance(self.model, T2MLRRecipe) and not (
-            self.model.layer_start < self.model.layer_end <= self.model.num_hidden_layers
-        ):
-            raise ValueError(
-                f"model.layer_start={self.model.layer_start}, layer_end={self.model.layer_end}: allowed is "
-                f"0 <= layer_start < layer_end <= num_hidden_layers={self.model.num_hidden_layers}."
-            )
         if isinstance(self.model, AnyRecipe):
-            with _one_kind_of_error():
+            with one_kind_of_model_error():
                 self.model.check_length(max(self._num_tokens()))
-        _refuse_impossible_sizes(type(self.model), self.model.model_dump_json(), self.vocab_size)
+        refuse_impossible_sizes(type(self.model), self.model.model_dump_json(), self.vocab_size)
         return self
 
     def _num_tokens(self) -> list[int]:
@@ -270,19 +277,35 @@ class Recipe(Settings):
         return self.model.vocab_size or len(self.task.task.vocabulary)
 
 
+def check_model(model: Size, evaluation_solver: SolverSettings | None) -> None:
+    """Raise ValueError if the layers of a model do not fit together, or it cannot be evaluated with a solver."""
+    if evaluation_solver is not None and not isinstance(model, RLTRecipe | T2MLRRecipe):
+        raise ValueError(f"evaluation.solver has no meaning for architecture={getattr(model, 'architecture', None)}.")
+    if isinstance(model, RLTRecipe) and model.num_decoder_layers >= model.num_hidden_layers:
+        raise ValueError(
+            f"model.num_decoder_layers={model.num_decoder_layers} leaves no encoder layer of "
+            f"num_hidden_layers={model.num_hidden_layers}: at least one is needed."
+        )
+    if isinstance(model, T2MLRRecipe) and not model.layer_start < model.layer_end <= model.num_hidden_layers:
+        raise ValueError(
+            f"model.layer_start={model.layer_start}, layer_end={model.layer_end}: allowed is "
+            f"0 <= layer_start < layer_end <= num_hidden_layers={model.num_hidden_layers}."
+        )
+
+
 @cache
-def _refuse_impossible_sizes(kind: type[Size], settings: str, vocab_size: int) -> None:
+def refuse_impossible_sizes(kind: type[Size], settings: str, vocab_size: int) -> None:
     """Raise ValueError unless a model of these sizes can be built, which is tried without memory for its weights.
 
     Args:
         kind, settings: the model's recipe, as JSON: runs of a study that share it are checked once.
     """
-    with torch.device("meta"), _one_kind_of_error():
+    with torch.device("meta"), one_kind_of_model_error():
         kind.model_validate_json(settings).build(vocab_size)
 
 
 @contextmanager
-def _one_kind_of_error() -> Iterator[None]:
+def one_kind_of_model_error() -> Iterator[None]:
     """Make a ValueError of whatever a model's class says to settings that do not fit."""
     strange = (StrictDataclassError, ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
     try:

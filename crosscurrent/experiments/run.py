@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -18,12 +16,13 @@ from transformers.integrations import TensorBoardCallback
 from crosscurrent.data.generated import TrainingExamples, collate
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
 from crosscurrent.experiments.architectures import AnyRecipe
-from crosscurrent.experiments.recipe import Recipe, TrainingRecipe
+from crosscurrent.experiments.processes import rank
+from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run_folder import RunFolder
-from crosscurrent.experiments.saving import check_target, save_model
+from crosscurrent.experiments.running import Feedback, run_in_folder, training_arguments
+from crosscurrent.experiments.saving import save_model
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
-from crosscurrent.training.schedules import set_feedback
 from crosscurrent.training.telemetry import best_step, partial_name, write_whole
 from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTrainer
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
@@ -53,30 +52,15 @@ def run(recipe: Recipe, path: str | Path, name: str = "") -> dict[str, Any] | No
         result = run(load_recipe(Path("my.yaml")), Path("runs/mine"))
     """
     folder = RunFolder(Path(path))
-    arguments = _arguments(recipe.training, folder.checkpoints, recipe.seed)
+    arguments = training_arguments(recipe.training, folder, recipe.seed)
     if isinstance(recipe.model, AnyRecipe):
         build_model(recipe)  # refuses what only shows in the model itself, before anything is written
-    try:
-        if _rank() != 0:
-            _wait_for_all()
-            if not folder.is_done:
-                _train(recipe, folder, arguments, name)
-            _leave_together()
-            return None
-        with folder.claimed():
-            folder.open(recipe)
-            _wait_for_all()  # nobody writes into a folder that is being begun
-            is_done = folder.is_done
-            if not is_done:
-                check_target(folder.model, overwrite=True)
-                _train(recipe, folder, arguments, name)
-            _leave_together()
-            if not is_done:
-                _finish(recipe, folder, name)
-            _remove_checkpoints(folder)
-            return folder.result()
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"the device is out of memory: lower training.microbatch_size. ({error})") from error
+    return run_in_folder(
+        folder,
+        recipe,
+        train=lambda: _train(recipe, folder, arguments, name),
+        finish=lambda: _finish(recipe, folder, name),
+    )
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
@@ -89,23 +73,6 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     return model
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _wait_for_all() -> None:
-    """Of several processes (torchrun), go on when all are here."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-def _leave_together() -> None:
-    """End the group of processes: the first one goes on alone, and the others may end without being missed."""
-    _wait_for_all()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def _width_share(recipe: Recipe) -> float:
     base = recipe.training.mup_base_width
     return 1.0 if base is None else base / recipe.model.hidden_size
@@ -115,12 +82,12 @@ def _train(recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, name
     """Train to the end, from the last complete checkpoint that the metrics lead up to, if there is one."""
     usable = set(complete_steps(folder.checkpoints)) & folder.metrics.covered_steps()
     done = max((step for step in usable if _best_until(folder, step) in usable), default=0)
-    if _rank() == 0:
+    if rank() == 0:
         folder.metrics.cut_after(done)
         keep_only(folder.checkpoints, {step for step in usable if step <= done})
     if done >= recipe.training.max_steps:
         return
-    if done and _rank() == 0:
+    if done and rank() == 0:
         tqdm.write(f"{name or folder.path.name} goes on from step {done}", file=sys.stderr)
     with Progress(name or folder.path.name) as progress:
         trainer = _trainer(recipe, folder, arguments, done, progress)
@@ -150,7 +117,7 @@ def _trainer(
     share = _width_share(recipe)
     groups = parameter_groups(model, training.learning_rate, training.weight_decay, share)
     betas = (training.adam_beta1, training.adam_beta2)
-    feedback = _Feedback(recipe, model)
+    feedback = Feedback(recipe.curriculum, recipe.model, model)
     trainer = TaskTrainer(
         model=model,
         validation=examples_of(recipe, "validation"),
@@ -166,84 +133,11 @@ def _trainer(
             progress,
         ],
     )
-    if _rank() == 0:
+    if rank() == 0:
         from torch.utils.tensorboard import SummaryWriter
 
         trainer.add_callback(TensorBoardCallback(SummaryWriter(str(folder.tensorboard), purge_step=done + 1)))
     return trainer
-
-
-def _arguments(training: TrainingRecipe, checkpoints: Path, seed: int) -> TrainingArguments:
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    microbatch = training.microbatch_size or max(training.batch_size // num_processes, 1)
-    if training.batch_size % (microbatch * num_processes):
-        raise ValueError(
-            f"training.batch_size={training.batch_size} does not divide into microbatches of {microbatch} for "
-            f"{num_processes} processes: change training.microbatch_size."
-        )
-    if training.precision == "fp16" and not torch.accelerator.is_available():
-        raise ValueError("training.precision=fp16 needs a GPU: on a CPU take fp32, or bf16.")
-    arguments = TrainingArguments(
-        output_dir=str(checkpoints),
-        max_steps=training.max_steps,
-        per_device_train_batch_size=microbatch,
-        gradient_accumulation_steps=training.batch_size // (microbatch * num_processes),
-        learning_rate=training.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": training.min_learning_rate},
-        warmup_steps=training.warmup_steps,
-        max_grad_norm=training.max_grad_norm,
-        bf16=training.precision == "bf16",
-        fp16=training.precision == "fp16",
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=training.eval_steps,
-        save_strategy="steps",
-        save_steps=training.eval_steps,
-        train_sampling_strategy="sequential",  # the dataset is in its order already
-        remove_unused_columns=False,
-        ddp_find_unused_parameters=False,
-        report_to="none",  # TensorBoard's callback is given its folder in _trainer
-        use_cpu=not torch.accelerator.is_available(),
-        dataloader_pin_memory=torch.accelerator.is_available(),
-        seed=seed,
-    )
-    # Of several GPUs one process uses one; transformers would spread each microbatch over all of them, and more of them
-    # would make a step larger. torchrun starts a process for each.
-    assert arguments.device is not None  # sets _n_gpu
-    arguments._n_gpu = min(arguments._n_gpu, 1)
-    return arguments
-
-
-class _Feedback:
-    """The curricula of the feedback, applied to a model."""
-
-    def __init__(self, recipe: Recipe, model: PreTrainedModel):
-        self.model = model
-        curriculum = recipe.curriculum
-        self.interval = curriculum.feedback_interval.of_step() if curriculum.feedback_interval is not None else None
-        self.scale = curriculum.feedback_scale.of_step() if curriculum.feedback_scale is not None else None
-        self.final_interval = getattr(recipe.model, "feedback_interval", None) if self.interval is not None else None
-        self.final_scale = getattr(recipe.model, "feedback_scale", None) if self.scale is not None else None
-
-    def values(self, step: int) -> dict[str, float]:
-        """What holds in the step after `step` steps."""
-        values: dict[str, float] = {}
-        if self.interval is not None:
-            values["feedback_interval"] = max(1, round(self.interval(step)))
-        if self.scale is not None:
-            values["feedback_scale"] = self.scale(step)
-        return values
-
-    def apply(self, step: int) -> None:
-        values = self.values(step)
-        interval = values.get("feedback_interval")
-        set_feedback(self.model, None if interval is None else int(interval), values.get("feedback_scale"))
-
-    def restore(self) -> None:
-        """As the recipe describes the model."""
-        set_feedback(self.model, self.final_interval, self.final_scale)
 
 
 def examples_of(recipe: Recipe, split: str) -> Examples:
@@ -290,13 +184,6 @@ def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
         "training_seconds": round(math.fsum(seconds), 3),
     }
     write_whole(folder.result_file, json.dumps(result, indent=2) + "\n")
-
-
-def _remove_checkpoints(folder: RunFolder) -> None:
-    """Of a finished run, which does not need them."""
-    if folder.checkpoints.exists():
-        keep_only(folder.checkpoints, set())
-        shutil.rmtree(folder.checkpoints)
 
 
 def _test(model: PreTrainedModel, recipe: Recipe, name: str) -> dict[int, Predictions]:

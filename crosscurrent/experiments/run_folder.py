@@ -11,7 +11,6 @@ result.json         the selected step and the test scores; written last, so that
 """
 
 import json
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -24,8 +23,10 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from crosscurrent.experiments.recipe import Recipe, load_recipe
+from crosscurrent.experiments.processes import num_processes
+from crosscurrent.experiments.recipe import load_recipe
 from crosscurrent.experiments.settings import write_yaml
+from crosscurrent.training.checkpoints import keep_only
 from crosscurrent.training.telemetry import MetricsFile, write_whole
 from crosscurrent.version import __version__
 
@@ -40,7 +41,7 @@ class BusyError(OSError):
 
 
 class RunFolder:
-    """The files of one run.
+    """The files of one run on a task.
 
     Args:
         path: of the folder; it need not exist.
@@ -50,6 +51,8 @@ class RunFolder:
         folder = RunFolder(Path("runs/parity/rlt-1/seed-42"))
         folder.is_done, folder.metrics.rows()
     """
+
+    must_agree_to_go_on = _MUST_AGREE_TO_GO_ON
 
     def __init__(self, path: Path):
         self.path = path
@@ -65,11 +68,16 @@ class RunFolder:
     def is_done(self) -> bool:
         return self.result_file.exists()
 
+    @property
+    def parts_of_finished(self) -> tuple[Path, ...]:
+        """What a finished run cannot lack."""
+        return (self.model, self.predictions_file, self.metrics.path)
+
     @cached_property
     def metrics(self) -> MetricsFile:
         return MetricsFile(self.path / "metrics.jsonl")
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> Any:
         """The recipe it was made with.
 
         Raises:
@@ -94,7 +102,7 @@ class RunFolder:
                 raise ValueError(f"{self.result_file} is damaged (no scores at length {length}): restore it.")
         return result
 
-    def open(self, recipe: Recipe) -> None:
+    def open(self, recipe: Any) -> None:
         """Begin the run, or make sure that the folder is this run's.
 
         Raises:
@@ -109,14 +117,16 @@ class RunFolder:
             return
         self.check_recipe(recipe)
         if not self.is_done:
-            refuse_other_versions(f"{self.path} was begun", self.versions(), current_versions(), _MUST_AGREE_TO_GO_ON)
-        for part in (self.model, self.predictions_file, self.metrics.path):
+            refuse_other_versions(
+                f"{self.path} was begun", self.versions(), current_versions(), self.must_agree_to_go_on
+            )
+        for part in self.parts_of_finished:
             if self.is_done and not part.exists():
                 raise ValueError(
                     f"{part} is missing from a finished run: restore it, or delete the folder to run again."
                 )
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    def check_recipe(self, recipe: Any) -> None:
         """Raise ValueError if there is a run of another recipe, or a finished one of other versions."""
         if not self.recipe_file.exists():
             return
@@ -129,12 +139,18 @@ class RunFolder:
         if self.is_done:
             refuse_other_versions(f"{self.path} was made", self.versions(), current_versions())
 
-    def _begin(self, recipe: Recipe) -> None:
+    def _begin(self, recipe: Any) -> None:
         strange = [entry.name for entry in self.path.iterdir() if entry.name not in (".lock", "versions.json")]
         if strange:
             raise ValueError(f"{self.path} holds something else than a run ({strange[0]}): give another folder.")
         write_whole(self.versions_file, json.dumps(current_versions(), indent=2) + "\n")
         write_whole(self.recipe_file, write_yaml(recipe))
+
+    def tidy(self) -> None:
+        """Leave out what a finished run does not need: its checkpoints."""
+        if self.checkpoints.exists():
+            keep_only(self.checkpoints, set())
+            shutil.rmtree(self.checkpoints)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -171,7 +187,7 @@ def current_versions() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "num_threads": torch.get_num_threads(),
-        "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "num_processes": num_processes(),
     }
 
 

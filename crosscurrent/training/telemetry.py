@@ -57,11 +57,14 @@ class MetricsFile:
         return rows
 
     def covered_steps(self) -> set[int]:
-        """The steps of validations before which no row is missing: those that a run can go on from."""
-        rows = self.rows()
-        trained = {row["step"] for row in rows if "loss" in row}
-        first_missing = next(step for step in range(1, len(trained) + 2) if step not in trained)
-        return {row["step"] for row in rows if "validation_loss" in row and row["step"] < first_missing}
+        """The steps of validations before which no row is missing."""
+        last = self.trained_until()
+        return {row["step"] for row in self.validations() if row["step"] <= last}
+
+    def trained_until(self) -> int:
+        """The last step before which no row of training is missing; 0 if the first one is."""
+        trained = {row["step"] for row in self.rows() if "loss" in row}
+        return next(step for step in range(1, len(trained) + 2) if step not in trained) - 1
 
     def cut_after(self, step: int) -> None:
         """Leave out the rows of later steps, and what is incomplete."""
