@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 import crosscurrent as cc
 from crosscurrent.experiments.run import build_model, run
 from crosscurrent.experiments.run_folder import RunFolder
+from crosscurrent.files import write_whole
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, mark_complete
 from crosscurrent.training.schedules import Ramp, Steps, set_feedback
-from crosscurrent.training.telemetry import MetricsFile, best_step, write_whole
+from crosscurrent.training.telemetry import MetricsFile, best_step
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
 from tests.recipes import tiny_recipe
 

@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from crosscurrent.training.telemetry import write_whole
+from crosscurrent.files import write_whole
 
 # Okabe and Ito's colours, which differ for nearly all eyes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#9A7D0A")

@@ -10,7 +10,7 @@ from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import BusyError, RunFolder, read_json
 from crosscurrent.experiments.study import PlannedRun, Study
-from crosscurrent.training.telemetry import write_whole
+from crosscurrent.files import write_whole
 
 STUDY_FILE = "study.json"
 

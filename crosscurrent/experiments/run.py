@@ -21,9 +21,10 @@ from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.running import Feedback, run_in_folder, training_arguments
 from crosscurrent.experiments.saving import save_model
+from crosscurrent.files import partial_name, write_whole
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
-from crosscurrent.training.telemetry import best_step, partial_name, write_whole
+from crosscurrent.training.telemetry import best_step
 from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTrainer
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
 

@@ -26,8 +26,9 @@ from filelock import FileLock, Timeout
 from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.recipe import load_recipe
 from crosscurrent.experiments.settings import write_yaml
+from crosscurrent.files import write_whole
 from crosscurrent.training.checkpoints import keep_only
-from crosscurrent.training.telemetry import MetricsFile, write_whole
+from crosscurrent.training.telemetry import MetricsFile
 from crosscurrent.version import __version__
 
 # A run begun with one version of these must not go on with another: its numbers would be those of neither.

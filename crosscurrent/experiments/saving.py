@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosscurrent.files import partial_name
 from crosscurrent.models.model_card import write_model_card
-from crosscurrent.training.telemetry import partial_name
 
 
 def check_target(folder: Path, overwrite: bool) -> None:

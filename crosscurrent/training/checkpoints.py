@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from crosscurrent.training.telemetry import write_whole
+from crosscurrent.files import write_whole
 
 _COMPLETE = "complete"  # a file that is written last
 

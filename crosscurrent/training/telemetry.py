@@ -1,10 +1,10 @@
 """What a run measures, step by step, in a file that survives being killed."""
 
 import json
-import os
-import uuid
 from pathlib import Path
 from typing import Any
+
+from crosscurrent.files import write_whole
 
 Row = dict[str, Any]
 
@@ -100,21 +100,3 @@ def best_step(validations: list[Row]) -> int:
     if not validations:
         raise ValueError("there was no validation: a run validates every eval_steps and at its end.")
     return min(validations, key=lambda row: (row["validation_loss"], row["step"]))["step"]
-
-
-def partial_name(path: Path) -> Path:
-    """Where to write what is to be moved to `path` when it is whole; another place at each call."""
-    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or as it was before."""
-    partial = partial_name(path)
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

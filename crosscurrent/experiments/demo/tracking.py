@@ -13,7 +13,7 @@ from crosscurrent.experiments.report.figures import draw_generalisation
 from crosscurrent.experiments.report.tables import score_table
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.study import find_recipe
-from crosscurrent.training.telemetry import write_whole
+from crosscurrent.files import write_whole
 
 MODELS = ("rlt-1-encoder-window-8", "transformer")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from crosscurrent.experiments.drawing import inline_svg, page_template, save_figure
 from crosscurrent.experiments.inspect.figures import draw_gates, draw_memory, draw_norms, draw_residuals
 from crosscurrent.experiments.inspect.measure import HORIZON, Inspection, Reading
+from crosscurrent.files import write_whole
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
-from crosscurrent.training.telemetry import write_whole
 from crosscurrent.version import __version__
 
 

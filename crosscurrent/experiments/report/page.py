@@ -10,7 +10,7 @@ from crosscurrent.experiments.drawing import inline_svg, page_template, save_fig
 from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation
 from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
 from crosscurrent.experiments.settings import read_yaml
-from crosscurrent.training.telemetry import write_whole
+from crosscurrent.files import write_whole
 
 KINDS = ("lengths", "curves")  # of figures
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosscurrent.experiments.aggregate import Collection
-from crosscurrent.training.telemetry import write_whole
+from crosscurrent.files import write_whole
 
 Table = list[dict[str, Any]]
 

@@ -1,0 +1,50 @@
+"""Which tokenizer made some tokens, and what it makes of a text."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+# The parts of tokenizer.json that decide which ids a text gets. Others (padding, templates) change with how it was used.
+_DECIDING = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
+    """What tells tokenizers apart: name, vocab_size, eos_token_id, and fingerprint, the sha256 of what makes ids of texts.
+
+    Args:
+        tokenizer: any with a backend of the tokenizers library.
+        name: to call it by.
+
+    Raises:
+        ValueError: it has no such backend, or no EOS token, which ends each document.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"the tokenizer {name!r} is a {type(tokenizer).__name__} without a tokenizer.json: give one that has it "
+            "(a fast tokenizer), or convert it with transformers first."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer {name!r} has no EOS token, which is to end each document: set one "
+            "(tokenizer.eos_token = ...) and save the tokenizer again, or give another."
+        )
+    content = json.loads(backend.to_str())
+    deciding = json.dumps({part: content.get(part) for part in _DECIDING}, sort_keys=True)
+    return {
+        "name": name,
+        "vocab_size": max(tokenizer.get_vocab().values()) + 1,
+        "eos_token_id": tokenizer.eos_token_id,
+        "fingerprint": hashlib.sha256(deciding.encode()).hexdigest(),
+    }
+
+
+def document_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of documents: what the tokenizer makes of each text without adding anything, then its EOS."""
+    if not texts:
+        return []
+    found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [[*ids, tokenizer.eos_token_id] for ids in found]
