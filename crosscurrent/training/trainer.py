@@ -28,30 +28,53 @@ from crosscurrent.training.telemetry import MetricsFile, best_step
 PREFIX = "eval_"  # transformers' name for what validation measures
 
 
-class TaskTrainer(Trainer):
+class RunTrainer(Trainer):
+    """What Trainers of runs share: no output of their own, and one kind of error for what cannot be written.
+
+    Args:
+        restore: called before each validation, so that it sees the model as it is to be used.
+        kwargs: as transformers' Trainer.
+    """
+
+    def __init__(self, restore: Callable[[], None] = lambda: None, **kwargs: Any):
+        asked_for = kwargs["train_dataset"]  # transformers wants some dataset; `evaluate` has its own examples
+        super().__init__(eval_dataset=asked_for, **kwargs)
+        self.restore = restore
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers, with one kind of error for what cannot be written."""
+        with one_kind_of_write_error(f"the checkpoint of step {self.state.global_step}"):
+            super()._save_checkpoint(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Validate the model as it is to be used."""
+        self.restore()
+        metrics = self.validate()
+        refuse_nonfinite(metrics[f"{PREFIX}loss"], "validation loss", self.state.global_step)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def validate(self) -> dict[str, float]:
+        """Measures, `eval_loss` among them; every process gets the same."""
+        raise NotImplementedError
+
+
+class TaskTrainer(RunTrainer):
     """Trains on targets that are not shifted, and validates length by length.
 
     Args:
         model: to train.
         validation: the examples to validate on.
         logit_scale: a factor of the logits in the loss (see `crosscurrent.training.width`).
-        restore: called before each validation, so that it sees the model as it is to be used.
-        kwargs: as transformers' Trainer.
+        kwargs: as RunTrainer.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        validation: Examples,
-        logit_scale: float = 1.0,
-        restore: Callable[[], None] = lambda: None,
-        **kwargs: Any,
-    ):
-        asked_for = kwargs["train_dataset"]  # transformers wants some dataset; `evaluate` has its own examples
-        super().__init__(model=model, compute_loss_func=self._loss, eval_dataset=asked_for, **kwargs)
-        self.validation, self.logit_scale, self.restore = validation, logit_scale, restore
-        for callback in (PrinterCallback, ProgressCallback):
-            self.remove_callback(callback)
+    def __init__(self, model: PreTrainedModel, validation: Examples, logit_scale: float = 1.0, **kwargs: Any):
+        super().__init__(model=model, compute_loss_func=self._loss, **kwargs)
+        self.validation, self.logit_scale = validation, logit_scale
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """The microbatches of a step, and how many targets they have together, over all processes."""
@@ -66,17 +89,11 @@ class TaskTrainer(Trainer):
         refuse_nonfinite(loss.item(), "loss", self.state.global_step + 1)
         return loss / num_items_in_batch
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers, with one kind of error for what cannot be written."""
-        with one_kind_of_write_error(f"the checkpoint of step {self.state.global_step}"):
-            super()._save_checkpoint(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         """Loss over all validation examples, and the task's metrics for each length.
 
         Every process computes all of it, so that all decide alike.
         """
-        self.restore()
         model = self.accelerator.unwrap_model(self.model)
         model.eval()
         metrics: dict[str, float] = {}
@@ -85,12 +102,7 @@ class TaskTrainer(Trainer):
             losses.append(answers.loss)
             found = metrics_of(self.validation.task, answers)
             metrics |= {f"{PREFIX}{name}_{length}": value for name, value in found.items()}
-        loss = math.fsum(losses) / len(losses)
-        refuse_nonfinite(loss, "validation loss", self.state.global_step)
-        metrics = {f"{PREFIX}loss": loss, **metrics}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return {f"{PREFIX}loss": math.fsum(losses) / len(losses), **metrics}
 
 
 def refuse_nonfinite(loss: float, what: str, step: int) -> None:
@@ -114,16 +126,24 @@ class Curricula(TrainerCallback):
 
 
 class Recorder(TrainerCallback):
-    """Writes every step and every validation into the metrics file, and keeps the best and the last checkpoint.
+    """Writes every step and every validation into the metrics file, and says which checkpoints are complete.
 
     Args:
         metrics: the file.
         checkpoints: the folder of the checkpoints.
         extra: more values of a step, such as those of the curricula.
+        kept: given the step of a new checkpoint, the steps of those to keep. None: it and the best one.
     """
 
-    def __init__(self, metrics: MetricsFile, checkpoints: Path, extra: Callable[[int], dict[str, float]]):
+    def __init__(
+        self,
+        metrics: MetricsFile,
+        checkpoints: Path,
+        extra: Callable[[int], dict[str, float]],
+        kept: Callable[[int], set[int]] | None = None,
+    ):
         self.metrics, self.checkpoints, self.extra = metrics, checkpoints, extra
+        self.kept = kept if kept is not None else lambda step: {step, best_step(metrics.validations())}
         self._started = time.perf_counter()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -142,7 +162,7 @@ class Recorder(TrainerCallback):
         if "loss" in logs:
             step = state.global_step
             names = ("loss", "grad_norm", "learning_rate")
-            row = {"step": step} | {name: logs[name] for name in names if name in logs}
+            row = {"step": step} | {name: value for name, value in logs.items() if name in names or "/" in name}
             self.metrics.append(row | self.extra(step - 1) | {"seconds": round(self._seconds, 6)})
         elif f"{PREFIX}loss" in logs:
             found = {name.replace(PREFIX, "validation_"): value for name, value in logs.items() if PREFIX in name}
@@ -153,7 +173,7 @@ class Recorder(TrainerCallback):
             torch.distributed.barrier()  # every process has written its part
         if state.is_world_process_zero:
             mark_complete(self.checkpoints, state.global_step)
-            keep_only(self.checkpoints, {state.global_step, best_step(self.metrics.validations())})
+            keep_only(self.checkpoints, self.kept(state.global_step))
 
 
 class Progress(TrainerCallback):

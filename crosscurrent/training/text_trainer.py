@@ -1,0 +1,150 @@
+"""The Hugging Face Trainer for rows of text: over processes and shards, guarded, with throughput in the log.
+
+Shapes: B rows, T tokens.
+"""
+
+import math
+import sys
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+from tqdm import tqdm
+from transformers.trainer_pt_utils import nested_gather
+
+from crosscurrent.models.outputs import IGNORED
+from crosscurrent.recurrence import Solver
+from crosscurrent.training.guard import MOST_SKIPS, StepGuard
+from crosscurrent.training.nonfinite import NonFiniteError
+from crosscurrent.training.throughput import Throughput
+from crosscurrent.training.trainer import PREFIX, RunTrainer
+
+SKIPPED = "guard/skipped"
+
+
+class TextTrainer(RunTrainer):
+    """Trains a causal language model on rows of text.
+
+    Args:
+        model: to train.
+        validation: rows with input_ids, labels, ... [T], as `PackedRows` gives them.
+        validation_solver: None: the model's configured one.
+        guard: looks at each step before it reaches the weights.
+        throughput: measures each step.
+        kwargs: as RunTrainer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        validation: Dataset[dict[str, Tensor]],
+        validation_solver: Solver | None,
+        guard: StepGuard,
+        throughput: Throughput,
+        **kwargs: Any,
+    ):
+        super().__init__(model=model, data_collator=default_collate, **kwargs)
+        self.validation, self.validation_solver = validation, validation_solver
+        self.guard, self.throughput = guard, throughput
+        self._step_loss: Tensor | None = None
+        self._extra: dict[str, float] = {}
+        self._num_skipped = 0
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers; accelerate takes shards for GPUs only, and here they are for CPUs too."""
+        super().create_accelerator_and_postprocess()
+        state, arguments = self.accelerator.state, self.args.fsdp_plugin_args
+        if arguments is None or state.distributed_type != DistributedType.MULTI_CPU:
+            return
+        plugin = FullyShardedDataParallelPlugin(**arguments)
+        if state.mixed_precision != "no":
+            plugin.set_mixed_precision(state.mixed_precision)
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+        self.is_fsdp_enabled = True
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        self.throughput.start()
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """As transformers. Here loss and gradients of a step are known, and the weights are as they were."""
+        norm = super()._clip_grad_norm(model)
+        assert self._step_loss is not None
+        loss = float(nested_gather(self._step_loss, self.args.parallel_mode).mean())
+        self._step_loss, self._extra = None, {}
+        fault = self.guard.fault(loss, float(norm), self._losses_before())
+        if fault is None:
+            self._num_skipped = 0
+        else:
+            self._answer(*fault, model)
+        return norm
+
+    def _losses_before(self) -> list[float]:
+        """Of the last steps that were made; the log is part of every checkpoint."""
+        rows = self.state.log_history[-4 * self.guard.spike_window :]
+        return [row["loss"] for row in rows if "loss" in row and SKIPPED not in row]
+
+    def _answer(self, action: str, cause: str, model: nn.Module) -> None:
+        step = self.state.global_step + 1
+        self._num_skipped += 1
+        if action == "stop" or self._num_skipped >= MOST_SKIPS:
+            again = f" {self._num_skipped} steps were skipped in a row." if self._num_skipped > 1 else ""
+            raise NonFiniteError(
+                f"step {step}: {cause}. The step was not made.{again} Lower training.learning_rate, or look at the rows of "
+                "this step; the last checkpoint is as it was. guard.nonfinite and guard.spike say what to do about such steps."
+            )
+        for parameter in model.parameters():
+            parameter.grad = None  # so the optimizer passes over it, its averages too
+        self._extra = {SKIPPED: 1.0}
+        if self.state.is_world_process_zero:
+            tqdm.write(f"step {step} is skipped: {cause}", file=sys.stderr)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As transformers, with what was measured of the step."""
+        if "loss" in logs:
+            logs |= self.throughput.values() | self._extra
+        super().log(logs, *args, **kwargs)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Mean loss over all predicted tokens of the validation rows, in nats, and its perplexity.
+
+        Processes share the rows. Where layers are sharded all of them have to take part in every forward call, so a
+        process whose rows are used up computes some again, which do not count.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss, tokens
+        for rows, counts in self._shares():
+            batch = {name: values.to(self.args.device) for name, values in default_collate(rows).items()}
+            solver = {} if self.validation_solver is None else {"solver": self.validation_solver}
+            with self.accelerator.autocast():
+                loss = model(**batch, **solver, use_cache=False).loss
+            num_tokens = (batch["labels"][:, 1:] != IGNORED).sum()
+            if counts and num_tokens:
+                total += torch.stack([loss.double() * num_tokens, num_tokens.double()])
+        model.train()
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(total)
+        loss = float(total[0] / total[1])
+        return {f"{PREFIX}loss": loss, f"{PREFIX}perplexity": math.exp(min(loss, 700.0))}
+
+    def _shares(self) -> list[tuple[list[dict[str, Tensor]], bool]]:
+        """The batches of this process, and whether each counts."""
+        size, rank, num_processes = self.args.per_device_train_batch_size, self.args.process_index, self.args.world_size
+        num_rows = len(self.validation)  # type: ignore[arg-type]
+        starts = range(0, num_rows, size)
+        shares = []
+        for first in range(0, len(starts), num_processes):
+            number = first + rank
+            start = starts[number] if number < len(starts) else 0
+            rows = [self.validation[index] for index in range(start, min(start + size, num_rows))]
+            shares.append((rows, number < len(starts)))
+        return shares
