@@ -9,7 +9,8 @@ import yaml
 from transformers import LlamaForCausalLM
 
 import crosscurrent as cc
-from crosscurrent.experiments.recipe import Recipe, load_recipe
+from crosscurrent.experiments.kinds import load_recipe
+from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run import build_model
 from crosscurrent.experiments.settings import merge, overrides, read_yaml, validated, write_yaml
 from crosscurrent.experiments.study import (

@@ -5,7 +5,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-INTERRUPTED = 130  # as shells say it
+from crosscurrent.training.signals import TerminatedError
+
+INTERRUPTED = 130  # as shells say it: 128, and the number of the signal
 USER_ERROR = 1  # 2 is typer's own, for wrong usage
 
 
@@ -29,6 +31,9 @@ class ReportingGroup(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("stopped. Training goes on from its last checkpoint with the same command.", err=True)
             raise typer.Exit(INTERRUPTED) from None
+        except TerminatedError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(128 + error.signal_number) from None
         except (ValueError, OSError) as error:
             message = " ".join(_text(error).split()) or type(error).__name__
         typer.echo(f"error: {message}", err=True)

@@ -28,10 +28,10 @@ def train(
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
     output: Annotated[Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")] = None,
 ) -> None:
-    """Train a model on a task, select a checkpoint by validation, and test it.
+    """Train a model on a task, select a checkpoint by validation, and test it; or train one on text.
 
-    The folder holds the resolved recipe, every metric of every step, predictions and the selected model. If the command is
-    stopped, the same command goes on from the last checkpoint. On several GPUs:
+    The folder holds the resolved recipe, every metric of every step, and the model. If the command is stopped, the same
+    command goes on from the last checkpoint. Text is prepared first: `crosscurrent prepare`. On several GPUs:
 
     \b
         torchrun --nproc-per-node 4 -m crosscurrent train RECIPE ...
@@ -39,16 +39,18 @@ def train(
     Example: crosscurrent train rlt/mini/parity/rlt-1
              crosscurrent train rlt/mini/parity/rlt-1 seed=7 training.max_steps=100 model.hidden_size=32
              crosscurrent train my.yaml --output runs/mine
+             crosscurrent train text/nano/wikipedia/t2mlr data.prepared=wikipedia-tokens
     """
-    from crosscurrent.experiments.run import run
+    from crosscurrent.experiments.kinds import run_any
     from crosscurrent.experiments.settings import overrides
     from crosscurrent.experiments.study import find_recipe
+    from crosscurrent.experiments.text_recipe import TextRecipe
 
     name, found = find_recipe(recipe, overrides(changes or []))
     folder = output if output is not None else Path("runs") / name / f"seed-{found.seed}"
-    result = run(found, folder, name)
+    result = run_any(found, folder, name)
     if result is not None:
-        typer.echo(_scores(found.task.name, result))
+        typer.echo(_text_scores(result) if isinstance(found, TextRecipe) else _scores(found.task.name, result))
         typer.echo(f"Written: {folder}")
 
 
@@ -66,6 +68,17 @@ def _scores(task: str, result: dict[str, Any]) -> str:
     for length, found in scores.items():
         lines.append(f"{length:>8}" + "".join(f"{100 * found[name]:>16.2f}" for name in names))
     return "\n".join(lines)
+
+
+def _text_scores(result: dict[str, Any]) -> str:
+    lines = [
+        f"validation loss {result['validation_loss']:.4f} nats per token, perplexity {result['validation_perplexity']:.2f}",
+        f"{result['steps']} steps, {result['tokens']:,} tokens, {result['epochs']:.2f} epochs",
+        f"{result['num_parameters']:,} parameters, {result['seconds_per_step']:.3f} s per step, "
+        f"{result['training_seconds']:.0f} s in all",
+    ]
+    skipped = result["num_skipped_steps"]
+    return "\n".join([*lines, f"{skipped} steps were skipped: see the log"] if skipped else lines)
 
 
 def reproduce(
@@ -116,9 +129,9 @@ def reproduce(
 
 
 def _state(output: Path, planned: Any) -> str:
-    from crosscurrent.experiments.run_folder import RunFolder
+    from crosscurrent.experiments.kinds import folder_of
 
-    folder = RunFolder(output / planned.name)
+    folder = folder_of(planned.recipe, output / planned.name)
     try:
         folder.check_recipe(planned.recipe)
     except ValueError:

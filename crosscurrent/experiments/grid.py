@@ -4,11 +4,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from crosscurrent.experiments.kinds import folder_of, run_any, summary
 from crosscurrent.experiments.processes import num_processes
-from crosscurrent.experiments.run import run
-from crosscurrent.experiments.run_folder import BusyError, RunFolder, read_json
+from crosscurrent.experiments.run_folder import BusyError, read_json
 from crosscurrent.experiments.study import PlannedRun, Study
 from crosscurrent.files import write_whole
 
@@ -46,7 +45,7 @@ def open_grid(output: Path, name: str, study: Study, plan: list[PlannedRun]) -> 
             f"{output} holds another study, {found['study']} with seeds {found['seeds']}: give another folder (--output)."
         )
     for planned in plan:
-        RunFolder(output / planned.name).check_recipe(planned.recipe)
+        folder_of(planned.recipe, output / planned.name).check_recipe(planned.recipe)
     output.mkdir(parents=True, exist_ok=True)
     content |= {"tasks": list(study.tasks), "models": list(study.models)}
     write_whole(file, json.dumps(content, indent=2) + "\n")
@@ -74,12 +73,12 @@ def run_grid(output: Path, plan: list[PlannedRun], tell: Callable[[str], None]) 
     finished, were_done, busy, failed = [], [], [], {}
     for number, planned in enumerate(plan, start=1):
         place = f"[{number}/{len(plan)}] {planned.name}"
-        if RunFolder(output / planned.name).is_done:
+        if folder_of(planned.recipe, output / planned.name).is_done:
             were_done.append(planned.name)
             tell(f"{place}: done before")
             continue
         try:
-            result = run(planned.recipe, output / planned.name, planned.name)
+            result = run_any(planned.recipe, output / planned.name, planned.name)
         except BusyError:
             busy.append(planned.name)
             tell(f"{place}: another process is at work on it")
@@ -89,16 +88,5 @@ def run_grid(output: Path, plan: list[PlannedRun], tell: Callable[[str], None]) 
         else:
             assert result is not None
             finished.append(planned.name)
-            tell(f"{place}: {summary(planned, result)}")
+            tell(f"{place}: {summary(planned.recipe, result)}")
     return GridReport(tuple(finished), tuple(were_done), tuple(busy), failed)
-
-
-def summary(planned: PlannedRun, result: dict[str, Any]) -> str:
-    """One line about a finished run."""
-    metric = planned.recipe.task.task.metrics[0]
-    scores = result["test"]
-    first, last = min(scores, key=int), max(scores, key=int)
-    return (
-        f"step {result['selected_step']} selected, {metric} {100 * scores[first][metric]:.1f} % at length {first}, "
-        f"{100 * scores[last][metric]:.1f} % at {last}"
-    )

@@ -12,7 +12,6 @@ In YAML, as `crosscurrent train` takes it and as every run folder holds it::
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from crosscurrent.experiments.architectures import (
     SolverSettings,
     T2MLRRecipe,
 )
-from crosscurrent.experiments.settings import Settings, merge, read_yaml, validated
+from crosscurrent.experiments.settings import Settings
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks import Task, get_task
 from crosscurrent.tasks.splits import Split
@@ -312,16 +311,3 @@ def one_kind_of_model_error() -> Iterator[None]:
         yield
     except strange as error:
         raise ValueError(f"model: these settings do not make a model: {' '.join(str(error).split())}") from error
-
-
-def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> Recipe:
-    """A recipe from a YAML file, with changes on top.
-
-    Raises:
-        ValueError: something in it is not allowed; the message names the file, the key and the nearest valid one.
-        OSError: it cannot be read.
-    """
-    values = read_yaml(path)
-    if isinstance(values, dict) and {"tasks", "models"} <= set(values):
-        raise ValueError(f"{path} is a study, not a recipe: `crosscurrent reproduce` runs it.")
-    return validated(Recipe, merge(values, changes or {}) if isinstance(values, dict) else values, str(path))

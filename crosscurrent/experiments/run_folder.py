@@ -24,8 +24,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from crosscurrent.experiments.processes import num_processes
-from crosscurrent.experiments.recipe import load_recipe
-from crosscurrent.experiments.settings import write_yaml
+from crosscurrent.experiments.recipe import Recipe
+from crosscurrent.experiments.settings import read_yaml, validated, write_yaml
 from crosscurrent.files import write_whole
 from crosscurrent.training.checkpoints import keep_only
 from crosscurrent.training.telemetry import MetricsFile
@@ -34,7 +34,7 @@ from crosscurrent.version import __version__
 # A run begun with one version of these must not go on with another: its numbers would be those of neither.
 _MUST_AGREE_TO_GO_ON = ("crosscurrent", "torch", "transformers", "num_threads", "num_processes", "device")
 # Runs made with different versions of these do not stand in one table.
-_MUST_AGREE_TO_COMPARE = ("crosscurrent", "torch", "transformers")
+MUST_AGREE_TO_COMPARE = ("crosscurrent", "torch", "transformers")
 
 
 class BusyError(OSError):
@@ -53,7 +53,7 @@ class RunFolder:
         folder.is_done, folder.metrics.rows()
     """
 
-    must_agree_to_go_on = _MUST_AGREE_TO_GO_ON
+    must_agree_to_go_on: tuple[str, ...] = _MUST_AGREE_TO_GO_ON
 
     def __init__(self, path: Path):
         self.path = path
@@ -85,7 +85,7 @@ class RunFolder:
             ValueError: it is not a valid one.
             OSError: there is none.
         """
-        return load_recipe(self.recipe_file)
+        return validated(Recipe, read_yaml(self.recipe_file), str(self.recipe_file))
 
     def versions(self) -> dict[str, Any]:
         """The versions it was made with."""
@@ -209,7 +209,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def refuse_other_versions(
-    what: str, then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...] = _MUST_AGREE_TO_COMPARE
+    what: str, then: dict[str, Any], now: dict[str, Any], names: tuple[str, ...] = MUST_AGREE_TO_COMPARE
 ) -> None:
     """Raise ValueError if some versions differ.
 

@@ -24,7 +24,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from crosscurrent.experiments.recipe import Recipe, Seed, load_recipe
+from crosscurrent.experiments.kinds import AnyKind, load_recipe, recipe_of
+from crosscurrent.experiments.recipe import Seed
 from crosscurrent.experiments.settings import Settings, merge, nearest, read_yaml, validated
 from crosscurrent.suggestions import did_you_mean
 
@@ -140,9 +141,9 @@ class Study(Settings):
             for task, model in chosen
         ]
 
-    def _recipe(self, source: str, task: str, model: str, seed: int, changes: Values) -> Recipe:
+    def _recipe(self, source: str, task: str, model: str, seed: int, changes: Values) -> AnyKind:
         values = merge(self.values(task, model), {"seed": seed}, changes)
-        return validated(Recipe, values, f"{source}, {task}/{model}")
+        return recipe_of(values, f"{source}, {task}/{model}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class PlannedRun:
 
     task: str
     model: str
-    recipe: Recipe
+    recipe: Any  # of a run on a task or on text
 
     @property
     def name(self) -> str:
@@ -184,7 +185,7 @@ def load_study(path: Path) -> Study:
         OSError: it cannot be read.
     """
     values = read_yaml(path)
-    if isinstance(values, dict) and {"task", "model"} <= set(values):
+    if isinstance(values, dict) and ({"task", "model"} <= set(values) or {"data", "model"} <= set(values)):
         raise ValueError(f"{path} is a recipe, not a study: `crosscurrent train` runs it.")
     return validated(Study, values, str(path))
 
@@ -217,7 +218,7 @@ def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
     return wanted, load_study(studies[wanted])
 
 
-def find_recipe(name: str, changes: Values | None = None) -> tuple[str, Recipe]:
+def find_recipe(name: str, changes: Values | None = None) -> tuple[str, Any]:
     """A recipe in a file, or one of a study that comes with the package: "rlt/mini/parity/rlt-1".
 
     Returns:
@@ -231,7 +232,7 @@ def find_recipe(name: str, changes: Values | None = None) -> tuple[str, Recipe]:
     study_name, task, model = _split(name)
     study = load_study(shipped_studies()[study_name])
     values = merge(study.values(task, model), {"seed": study.seeds[0]}, changes or {})
-    return name, validated(Recipe, values, name)
+    return name, recipe_of(values, name)
 
 
 def recipe_names() -> list[str]:

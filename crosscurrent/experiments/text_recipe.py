@@ -14,7 +14,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from crosscurrent.experiments.architectures import AnyRecipe, Count, LSTMRecipe, ModelRecipe, RLTRecipe, SolverSettings, T2MLRRecipe
+from crosscurrent.experiments.architectures import (
+    AnyRecipe,
+    Count,
+    LSTMRecipe,
+    ModelRecipe,
+    RLTRecipe,
+    SolverSettings,
+    T2MLRRecipe,
+)
 from crosscurrent.experiments.recipe import (
     FeedbackCurriculum,
     OptimizationRecipe,
@@ -73,7 +81,8 @@ class GuardRecipe(Settings):
 
     Attributes:
         nonfinite: "stop", or "skip" the step.
-        spike: of a loss above `spike_factor` times the median of the `spike_window` losses before it: "ignore", "skip", "stop".
+        spike: of a loss above `spike_factor` times the median of the `spike_window` losses before it: "ignore", "skip" or
+            "stop".
     """
 
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -96,7 +105,8 @@ class TextEvaluationRecipe(Settings):
     Attributes:
         solver: of rlt and t2mlr, such as {name: sequential}; null: the one that the model is trained with.
         max_rows: validate on the first so many rows of the held-out documents; null: on all.
-        gap_rows, gap_length: with every validation the train/decode gap is measured on the beginnings of so many rows; 0: not.
+        gap_rows, gap_length: the train/decode gap is measured every `training.eval_steps` on the first tokens of so many
+            rows; 0 rows: it is not.
     """
 
     solver: SolverSettings | None = None
@@ -121,7 +131,9 @@ class TextRecipe(Settings):
         self.curriculum.check_model(self.model)
         check_model(self.model, self.evaluation.solver)
         if isinstance(self.model, LSTMRecipe):
-            raise ValueError("model: an lstm carries its state over the documents of a row: it is not trained on text here.")
+            raise ValueError(
+                "model: an lstm carries its state over the documents of a row: it is not trained on text here."
+            )
         if isinstance(self.model, AnyRecipe):
             with one_kind_of_model_error():
                 self.model.check_length(self.data.sequence_length)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers.trainer_pt_utils import nested_gather
 
@@ -45,7 +45,7 @@ class TextTrainer(RunTrainer):
         throughput: Throughput,
         **kwargs: Any,
     ):
-        super().__init__(model=model, data_collator=default_collate, **kwargs)
+        super().__init__(model=model, **kwargs)
         self.validation, self.validation_solver = validation, validation_solver
         self.guard, self.throughput = guard, throughput
         self._step_loss: Tensor | None = None
@@ -98,7 +98,7 @@ class TextTrainer(RunTrainer):
             again = f" {self._num_skipped} steps were skipped in a row." if self._num_skipped > 1 else ""
             raise NonFiniteError(
                 f"step {step}: {cause}. The step was not made.{again} Lower training.learning_rate, or look at the rows of "
-                "this step; the last checkpoint is as it was. guard.nonfinite and guard.spike say what to do about such steps."
+                "this step (guard.nonfinite and guard.spike say what becomes of such steps). The last checkpoint is intact."
             )
         for parameter in model.parameters():
             parameter.grad = None  # so the optimizer passes over it, its averages too
@@ -123,7 +123,7 @@ class TextTrainer(RunTrainer):
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss, tokens
         for rows, counts in self._shares():
-            batch = {name: values.to(self.args.device) for name, values in default_collate(rows).items()}
+            batch = {name: values.to(self.args.device) for name, values in self.data_collator(rows).items()}
             solver = {} if self.validation_solver is None else {"solver": self.validation_solver}
             with self.accelerator.autocast():
                 loss = model(**batch, **solver, use_cache=False).loss

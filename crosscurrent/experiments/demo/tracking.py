@@ -11,7 +11,7 @@ from crosscurrent.experiments.aggregate import Collection, collect
 from crosscurrent.experiments.drawing import save_figure
 from crosscurrent.experiments.report.figures import draw_generalisation
 from crosscurrent.experiments.report.tables import score_table
-from crosscurrent.experiments.run import run
+from crosscurrent.experiments.kinds import run_any
 from crosscurrent.experiments.study import find_recipe
 from crosscurrent.files import write_whole
 
@@ -36,7 +36,7 @@ def run_tracking(output: Path, seed: int = 42, changes: dict[str, Any] | None = 
     runs = output / "tracking" / f"seed-{seed}"
     for model in MODELS:
         _, recipe = find_recipe(f"rlt/mini/parity/{model}", {**(changes or {}), "seed": seed})
-        run(recipe, runs / "parity" / model, model)
+        run_any(recipe, runs / "parity" / model, model)
     collection = collect([runs])
     task = collection.runs[0].recipe.task
     trained = task.task.trained_range(task.train_lengths)
