@@ -67,6 +67,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
+def check_split(split: str) -> None:
+    """Raise ValueError if there is no split of this name."""
+    if split not in SPLITS:
+        raise ValueError(f"there is no split {split!r}: give one of {list(SPLITS)}.{did_you_mean(split, SPLITS)}")
+
+
 def lengths_as_bytes(lengths: Sequence[int]) -> bytes:
     """How many tokens the documents of a shard have, as its end holds it."""
     return np.asarray(lengths, _LENGTH).tobytes()
@@ -183,8 +189,8 @@ class PreparedText:
         if changed:
             raise ValueError(
                 f"{self.folder} was prepared with another tokenizer than this one, {tokenizer.name_or_path!r}: it was "
-                f"{then['name']!r} ({'; '.join(changed)}). Use that one, or {_AGAIN} with this one. (Versions of transformers "
-                "can also make different tokenizers of one file.)"
+                f"{then['name']!r} ({'; '.join(changed)}). Use that one, or {_AGAIN} with this one. (Versions of "
+                "transformers can also make different tokenizers of one file.)"
             )
 
     def check_vocab_size(self, vocab_size: int) -> None:
@@ -200,8 +206,7 @@ class PreparedText:
         return [shard for split in SPLITS for shard in self.shards[split]]
 
     def _shards_of(self, split: str) -> tuple[Shard, ...]:
-        if split not in self.shards:
-            raise ValueError(f"there is no split {split!r}: give one of {list(SPLITS)}.{did_you_mean(split, SPLITS)}")
+        check_split(split)
         return self.shards[split]
 
     def _check_size(self, shard: Shard) -> None:
