@@ -351,8 +351,10 @@ class _Folder:
             then, entries = _read_progress(path)
             _refuse_another_task(self.path, then, self.task)
             self.closed = entries
-        whole = next((number for number, entry in enumerate(self.closed) if not self._is_whole(entry)), None)
-        self._delete_from(len(self.closed) if whole is None else whole)
+        for path in self.path.glob(".*.partial-*"):  # of a process that was killed
+            path.unlink()
+        damaged = next((number for number, entry in enumerate(self.closed) if not self._is_whole(entry)), None)
+        self._delete_from(len(self.closed) if damaged is None else damaged)
         self._write_progress()
 
     def _is_whole(self, entry: dict[str, Any]) -> bool:

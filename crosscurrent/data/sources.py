@@ -1,6 +1,7 @@
 """Where documents come from: files and folders, or a data set of the Hugging Face hub, in an order that never changes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -157,11 +158,13 @@ class HubDataset:
         require_package(
             "datasets", f"{name} is no file or folder here, so it was taken for a data set of the hub: to read it"
         )
-        from datasets import load_dataset
+        from datasets import load_dataset_builder
 
         self.name, self.config, self.split, self.field = name, config, split, field
-        self.revision = _commit_of(name, revision)
-        data: Any = load_dataset(name, config, split=split, revision=self.revision, streaming=True)
+        with _hub_errors(name):
+            builder = load_dataset_builder(name, config, revision=revision)
+            self.revision = builder.hash  # the commit
+            data: Any = builder.as_streaming_dataset(split=split)
         if data.column_names is not None:
             refuse_missing_field(field, data.column_names, name)
             data = data.select_columns([field])
@@ -175,8 +178,9 @@ class HubDataset:
     def read(self, part: int, first: int = 0) -> Iterator[Document | TextError]:
         """As `Source.read`."""
         rows = self._data.shard(num_shards=self.num_parts, index=part)
-        for number, row in enumerate(islice(rows, first, None), start=first + 1):
-            yield document_of(text_of_row, row, self.field, f"{self.name}, part {part + 1}, row {number}")
+        with _hub_errors(self.name):
+            for number, row in enumerate(islice(rows, first, None), start=first + 1):
+                yield document_of(text_of_row, row, self.field, f"{self.name}, part {part + 1}, row {number}")
 
     def describe(self) -> dict[str, Any]:
         """Everything that it was made with, and the commit."""
@@ -184,18 +188,15 @@ class HubDataset:
         return {"kind": "hub", "field": self.field} | named
 
 
-def _commit_of(name: str, revision: str | None) -> str:
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Make an OSError that says what was read of what goes wrong with the network."""
+    from huggingface_hub.errors import HTTPError
 
     try:
-        commit = HfApi().dataset_info(name, revision=revision).sha
-    except (OSError, HTTPError) as error:
-        raise OSError(
-            f"{name} is no file or folder here, and cannot be found as a data set on the hub: {error}"
-        ) from error
-    assert commit is not None
-    return commit
+        yield
+    except (ConnectionError, FileNotFoundError, HTTPError) as error:
+        raise OSError(f"{name}, taken for a data set of the Hugging Face hub, cannot be read: {error}") from error
 
 
 def open_source(
