@@ -31,7 +31,7 @@ def save_tiny_base(folder: Path) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -47,7 +47,7 @@ def save_opened_retrofit(base: Path, folder: Path, solver: Any = None) -> Path:
     return folder
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({character: index for index, character in enumerate(CHARACTERS)}, "<unk>"))
     tokenizer.pre_tokenizer = Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -13,6 +13,7 @@ from crosscurrent.cli.gap import gap
 from crosscurrent.cli.generate import generate
 from crosscurrent.cli.info import info
 from crosscurrent.cli.inspect import inspect
+from crosscurrent.cli.prepare import prepare
 from crosscurrent.cli.report import report
 from crosscurrent.cli.retrofit import retrofit
 from crosscurrent.cli.train import recipes, reproduce, train
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, retrofit, generate, info, inspect, gap, recipes, train, reproduce, report, bench):
+for command in (demo, retrofit, generate, info, inspect, gap, prepare, recipes, train, reproduce, report, bench):
     app.command()(command)
 
 
@@ -53,6 +54,7 @@ def main(
     crosscurrent generate retrofitted "What is the capital of France?"
     crosscurrent inspect retrofitted --text "Once upon a time, there was a fox."
     crosscurrent gap retrofitted notes.txt               how far training is from decoding
+    crosscurrent prepare corpus.jsonl --tokenizer smollm2-135m --output tokens
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
     crosscurrent reproduce rlt --scale mini              run a whole study
     crosscurrent bench --all                             measure what recurrence costs

@@ -18,6 +18,14 @@ from crosscurrent.models.outputs import IGNORED
 Row = dict[str, Tensor]
 
 
+def check_sequence_length(sequence_length: int) -> None:
+    """Raise ValueError if rows cannot be so long."""
+    if sequence_length < 2:
+        raise ValueError(
+            f"sequence_length={sequence_length} is not allowed: in less than 2 tokens nothing is predicted."
+        )
+
+
 def packed_row(pieces: Sequence[np.ndarray], sequence_length: int) -> Row:
     """A row of pieces of documents, each of them a segment: no state, attention or loss is to cross into the next.
 
@@ -82,10 +90,7 @@ class PackedRows(Dataset[Row]):
     def __init__(
         self, prepared: PreparedText, split: str, sequence_length: int, seed: int = 0, shuffle: bool = True
     ) -> None:
-        if sequence_length < 2:
-            raise ValueError(
-                f"sequence_length={sequence_length} is not allowed: nothing is predicted in less than 2 tokens."
-            )
+        check_sequence_length(sequence_length)
         if seed < 0:
             raise ValueError(f"seed={seed} is not allowed: give one from 0.")
         if not prepared.num_tokens(split):

@@ -1,6 +1,6 @@
 """Texts as token ids in memory-mapped files, as `crosscurrent prepare` writes them.
 
-A folder holds shards and `manifest.json`, which is written last. A shard holds whole documents: the token ids of all,
+A folder holds shards, the tokenizer, and `manifest.json`, which is written last. A shard holds whole documents: the token ids of all,
 one after another (uint16 or uint32), then how many tokens each has (int64); little-endian.
 """
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crosscurrent.data.tokenization import tokenizer_identity
 from crosscurrent.suggestions import did_you_mean
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"  # a folder with the one that made the tokens
 PROGRESS = "progress.jsonl"  # of a folder that is not finished
 SPLITS = ("train", "validation")
 _LENGTH = np.dtype("<i8")
@@ -65,6 +66,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
         (dtype('uint16'), dtype('uint32'))
     """
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def check_split(split: str) -> None:
+    """Raise ValueError if there is no split of this name."""
+    if split not in SPLITS:
+        raise ValueError(f"there is no split {split!r}: give one of {list(SPLITS)}.{did_you_mean(split, SPLITS)}")
 
 
 def lengths_as_bytes(lengths: Sequence[int]) -> bytes:
@@ -175,6 +182,19 @@ class PreparedText:
             if sha256_of(self.folder / shard.file) != shard.sha256:
                 raise ValueError(f"{self.folder / shard.file} is damaged (another checksum): restore it, or {_AGAIN}.")
 
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one that made the tokens.
+
+        Raises:
+            ValueError: it is another one by now, or gone.
+        """
+        path = self.folder / TOKENIZER
+        if not path.is_dir():
+            raise ValueError(f"{path} is missing: restore it, or {_AGAIN}.")
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        self.check_tokenizer(tokenizer)
+        return tokenizer
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ValueError if another tokenizer made the tokens."""
         then = self.manifest["tokenizer"]
@@ -183,8 +203,8 @@ class PreparedText:
         if changed:
             raise ValueError(
                 f"{self.folder} was prepared with another tokenizer than this one, {tokenizer.name_or_path!r}: it was "
-                f"{then['name']!r} ({'; '.join(changed)}). Use that one, or {_AGAIN} with this one. (Versions of transformers "
-                "can also make different tokenizers of one file.)"
+                f"{then['name']!r} ({'; '.join(changed)}). Use that one, or {_AGAIN} with this one. (Versions of "
+                "transformers can also make different tokenizers of one file.)"
             )
 
     def check_vocab_size(self, vocab_size: int) -> None:
@@ -200,8 +220,7 @@ class PreparedText:
         return [shard for split in SPLITS for shard in self.shards[split]]
 
     def _shards_of(self, split: str) -> tuple[Shard, ...]:
-        if split not in self.shards:
-            raise ValueError(f"there is no split {split!r}: give one of {list(SPLITS)}.{did_you_mean(split, SPLITS)}")
+        check_split(split)
         return self.shards[split]
 
     def _check_size(self, shard: Shard) -> None:

@@ -48,3 +48,21 @@ def document_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
         return []
     found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return [[*ids, tokenizer.eos_token_id] for ids in found]
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document belongs to the validation split: this follows from the hash of its text alone.
+
+    So the same text is always on the same side, wherever it comes again.
+
+    Args:
+        text: of the document.
+        share: of all texts, from 0 to 1, that are held out.
+    """
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < share * 2**64
+
+
+def check_share(validation_share: float) -> None:
+    """Raise ValueError if so much cannot be held out."""
+    if not 0 <= validation_share < 1:
+        raise ValueError(f"validation_share={validation_share} is not allowed: give a share from 0 to below 1.")

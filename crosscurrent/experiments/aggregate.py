@@ -8,7 +8,8 @@ from typing import Any
 
 from crosscurrent.experiments.grid import STUDY_FILE
 from crosscurrent.experiments.recipe import Recipe
-from crosscurrent.experiments.run_folder import RunFolder, differences, read_json, refuse_other_versions
+from crosscurrent.experiments.run_folder import RunFolder, read_json, refuse_other_versions
+from crosscurrent.suggestions import differences
 from crosscurrent.training.telemetry import Row
 
 

@@ -27,6 +27,7 @@ from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.settings import read_yaml, validated, write_yaml
 from crosscurrent.files import write_whole
+from crosscurrent.suggestions import differences
 from crosscurrent.training.checkpoints import keep_only
 from crosscurrent.training.telemetry import MetricsFile
 from crosscurrent.version import __version__
@@ -190,22 +191,6 @@ def current_versions() -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "num_processes": num_processes(),
     }
-
-
-def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Where two nested values differ, as `key.key: old -> new`.
-
-    Example:
-        >>> differences({"a": {"b": 1}}, {"a": {"b": 2}})
-        ['a.b: 1 -> 2']
-    """
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [] if old == new else [f"{path}: {old} -> {new}"]
-    return [
-        line
-        for key in (*old, *(key for key in new if key not in old))
-        for line in differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-    ]
 
 
 def refuse_other_versions(

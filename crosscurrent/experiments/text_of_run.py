@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from crosscurrent.data.packing import PackedRows
 from crosscurrent.data.shards import PreparedText
@@ -33,6 +33,7 @@ class TextOfRun:
 
     def check(self) -> None:
         """Raise ValueError if the model cannot be trained on it."""
+        self.prepared.tokenizer()
         if self.recipe.model.vocab_size is not None:
             self.prepared.check_vocab_size(self.recipe.model.vocab_size)
         assert len(self.train_rows) and self.validation_rows is not None  # rows refuse to be none
@@ -52,10 +53,6 @@ class TextOfRun:
     def validation_rows(self) -> "FirstRows":
         rows = PackedRows(self.prepared, "validation", self.recipe.data.sequence_length, shuffle=False)
         return FirstRows(rows, min(len(rows), self.recipe.evaluation.max_rows or len(rows)))
-
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The one that made the tokens, to be saved with the model."""
-        return None
 
     @property
     def num_epochs(self) -> float:

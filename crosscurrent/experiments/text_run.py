@@ -218,7 +218,7 @@ class _Run:
             model = build_text_model(self.recipe, self.text.prepared)
             model.load_state_dict(state)
             with one_kind_of_write_error(str(self.folder.model)):
-                save_model(model, self.text.tokenizer(), self.folder.model, overwrite=True)
+                save_model(model, self.text.prepared.tokenizer(), self.folder.model, overwrite=True)
 
     def finish(self) -> None:
         """Write the result."""
