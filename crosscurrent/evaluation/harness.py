@@ -74,7 +74,7 @@ class CrosscurrentLM(HFLM):
         settings: further ones of `HFLM` (batch_size, device, add_bos_token, ...).
 
     Raises:
-        ValueError: the solver is not allowed, or a model without a tokenizer was given.
+        ValueError: the solver is not allowed, there is no tokenizer, or it has no token to begin with.
 
     Example:
         >>> import crosscurrent as cc
@@ -100,6 +100,11 @@ class CrosscurrentLM(HFLM):
             pretrained = load_base(pretrained, dtype=dtype)
         settings = {"backend": "causal"} | settings  # the harness does not know our classes
         super().__init__(pretrained, tokenizer=tokenizer, dtype=dtype, **settings)
+        if self.prefix_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither a BOS nor an EOS token, one of which the harness puts before what has no "
+                'context: set tokenizer.eos_token = "..." and save it again, or give prefix_token_id=....'
+            )
         self._recurrent = find_recurrent_model(self.model)
         if self._chosen is not None and self._recurrent is None:
             warnings.warn(
