@@ -142,7 +142,7 @@ def test_bos_is_put_where_the_harness_puts_it(
 
 def test_from_a_folder_by_the_harness_own_ways(folder: Path) -> None:
     settings = {"pretrained": str(folder), "solver": json.dumps(JACOBI)}
-    lm = get_model("crosscurrent").create_from_arg_obj(settings, {"batch_size": 2, "device": "cpu"})
+    lm = get_model("crosscurrent").create_from_arg_obj(settings, {"batch_size": 2})
     assert isinstance(lm.model, cc.T2MLRForCausalLM)
     assert lm.get_model_info()["solver"] == solver_to_dict(cc.Jacobi(2, 1))
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -388,7 +388,7 @@ def test_help_teaches_by_example() -> None:
 
 
 def test_the_command_writes_scores_and_examples(folder: Path, tmp_path: Path) -> None:
-    names = ["hellaswag", "winogrande"]
+    names = ["piqa", "winogrande"]
     output = tmp_path / "new" / "scores"
     result = run(
         folder, "--tasks", ",".join(names), "--data", DATA, "--limit", 4, "--batch-size", 3, "--solver", "exact",
@@ -398,7 +398,7 @@ def test_the_command_writes_scores_and_examples(folder: Path, tmp_path: Path) ->
     lm = CrosscurrentLM(str(folder), "exact", batch_size=5, device="cpu")
     expected = score_tasks(lm, load_tasks(names, DATA), limit=4)
     facts = json.loads((output / "scores.json").read_text())
-    assert sorted(path.name for path in output.iterdir()) == ["hellaswag.jsonl", "scores.json", "winogrande.jsonl"]
+    assert sorted(path.name for path in output.iterdir()) == ["piqa.jsonl", "scores.json", "winogrande.jsonl"]
     assert facts["solver"] == solver_to_dict(cc.Sequential()) and facts["model"] == "opened" and facts["limit"] == 4
     for name, scores in expected.items():
         found = facts["tasks"][name]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -71,17 +72,15 @@ class CrosscurrentLM(HFLM):
         solver: as `scoring_solver` takes it. Without recurrence it has no effect, and a choice warns.
         tokenizer: None: what lies beside the model.
         dtype: of the weights, where they are loaded; "auto": as they are saved.
-        settings: further ones of `HFLM` (batch_size, device, add_bos_token, ...).
+        settings: further ones of `HFLM` (batch_size, add_bos_token, ...); `device` is a GPU if there is one.
 
     Raises:
         ValueError: the solver is not allowed, there is no tokenizer, or it has no token to begin with.
 
-    Example:
-        >>> import crosscurrent as cc
-        >>> base, tokenizer = cc.load_base("smollm2-135m"), cc.load_tokenizer("smollm2-135m")
-        >>> lm = CrosscurrentLM(cc.retrofit(base, 12, 18), solver="exact", tokenizer=tokenizer, batch_size=8)
-        >>> lm.get_model_info()["solver"]
-        {'name': 'sequential', 'truncate': None, 'recompute_every': None}
+    Example::
+
+        lm = CrosscurrentLM(cc.retrofit(base, 12, 18), solver="exact", tokenizer=tokenizer, batch_size=8)
+        lm_eval.simple_evaluate(lm, tasks=["piqa"])["config"]["solver"]  # {'name': 'sequential', ...}
     """
 
     def __init__(
@@ -95,10 +94,11 @@ class CrosscurrentLM(HFLM):
         self._chosen = scoring_solver(solver)
         if not isinstance(pretrained, str) and tokenizer is None and not pretrained.name_or_path:
             raise ValueError(f"this {type(pretrained).__name__} comes without a tokenizer: give tokenizer=....")
+        usual = {"backend": "causal", "device": "cuda" if torch.cuda.is_available() else "cpu"}
+        settings = usual | settings  # the harness does not know our classes, and takes a GPU for granted
         if isinstance(pretrained, str) and pretrained in PACKAGED:
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(pretrained)
-            pretrained = load_base(pretrained, dtype=dtype)
-        settings = {"backend": "causal"} | settings  # the harness does not know our classes
+            pretrained = load_base(pretrained, dtype=dtype).to(settings["device"])
         super().__init__(pretrained, tokenizer=tokenizer, dtype=dtype, **settings)
         if self.prefix_token_id is None:
             raise ValueError(

@@ -47,6 +47,11 @@ def run_zero_shot(name: str, lm: Any, tasks: dict[str, Any], folder: Path | None
 
     Raises:
         ValueError: the limit is less than 1.
+
+    Example::
+
+        evaluation = run_zero_shot("mine", lm, load_tasks(["piqa"]), folder=None, limit=100)
+        write_evaluation(evaluation, Path("scores"))
     """
     scores = score_tasks(lm, tasks, limit)
     facts = {

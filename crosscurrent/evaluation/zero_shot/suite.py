@@ -63,6 +63,11 @@ def load_tasks(names: Sequence[str], folder: Path | None = None) -> dict[str, An
     Raises:
         ValueError: a task has no local form, a file is not laid out as it should be, or the hub cannot be reached.
         OSError: a file is missing or cannot be read.
+
+    Example::
+
+        score_tasks(lm, load_tasks(task_names(["zero_shot"])))
+        score_tasks(lm, load_tasks(["piqa"], Path("folder")), limit=100)
     """
     home = Path(lm_eval.tasks.__file__).parent
     manager = TaskManager(
