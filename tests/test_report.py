@@ -13,10 +13,10 @@ import pytest
 
 from crosscurrent.experiments.aggregate import Score, collect
 from crosscurrent.experiments.grid import open_grid
+from crosscurrent.experiments.kinds import run_any as run
 from crosscurrent.experiments.report import write_report
 from crosscurrent.experiments.report.figures import style_of
 from crosscurrent.experiments.report.page import KINDS
-from crosscurrent.experiments.kinds import run_any as run
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.study import Study, load_study, shipped_studies
 from tests.recipes import MODELS, study_defaults, tiny_recipe

@@ -9,6 +9,7 @@ from transformers import logging as transformers_logging
 from crosscurrent.cli.bench import bench
 from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
+from crosscurrent.cli.evaluate import evaluate
 from crosscurrent.cli.gap import gap
 from crosscurrent.cli.generate import generate
 from crosscurrent.cli.info import info
@@ -27,7 +28,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, retrofit, generate, info, inspect, gap, prepare, recipes, train, reproduce, report, bench):
+for command in (
+    demo,
+    retrofit,
+    generate,
+    info,
+    inspect,
+    gap,
+    evaluate,
+    prepare,
+    recipes,
+    train,
+    reproduce,
+    report,
+    bench,
+):
     app.command()(command)
 
 
@@ -54,6 +69,7 @@ def main(
     crosscurrent generate retrofitted "What is the capital of France?"
     crosscurrent inspect retrofitted --text "Once upon a time, there was a fox."
     crosscurrent gap retrofitted notes.txt               how far training is from decoding
+    crosscurrent evaluate retrofitted                    score it zero-shot
     crosscurrent prepare corpus.jsonl --tokenizer smollm2-135m --output tokens
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
     crosscurrent reproduce rlt --scale mini              run a whole study

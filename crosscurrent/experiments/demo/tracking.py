@@ -9,9 +9,9 @@ from typing import Any
 
 from crosscurrent.experiments.aggregate import Collection, collect
 from crosscurrent.experiments.drawing import save_figure
+from crosscurrent.experiments.kinds import run_any
 from crosscurrent.experiments.report.figures import draw_generalisation
 from crosscurrent.experiments.report.tables import score_table
-from crosscurrent.experiments.kinds import run_any
 from crosscurrent.experiments.study import find_recipe
 from crosscurrent.files import write_whole
 
