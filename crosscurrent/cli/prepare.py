@@ -23,7 +23,12 @@ def prepare(
             "Hugging Face hub.",
         ),
     ],
-    tokenizer: Annotated[str, typer.Option(help="smollm2-135m, a folder, or an id on the Hugging Face hub.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="smollm2-135m, a folder, an id on the Hugging Face hub, or new:SIZE, one of so many tokens made of these texts."
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the tokens. A folder that is not finished is gone on with.")],
     field: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
     hub_config: Annotated[
@@ -60,10 +65,12 @@ def prepare(
              crosscurrent prepare texts/ more.parquet --tokenizer my-model --output tokens --num-workers 8
              crosscurrent prepare HuggingFaceFW/fineweb-edu --hub-config sample-10BT \\
                  --tokenizer HuggingFaceTB/SmolLM2-135M --output fineweb-edu-10b --num-workers 16
+             crosscurrent prepare notes.txt --tokenizer new:4096 --output tokens-for-small-models
     """
     if validation_share >= 1:
         raise typer.BadParameter(f"--validation-share: {validation_share} is not below 1.")
 
+    from crosscurrent.data.prepare import new_tokenizer
     from crosscurrent.data.prepare import prepare as prepare_texts
     from crosscurrent.data.shards import SPLITS
     from crosscurrent.data.sources import LeftOut, LocalFiles, open_source
@@ -73,11 +80,13 @@ def prepare(
     if isinstance(source, LocalFiles) and source.others:
         others = f"{len(source.others)} files of other kinds are left out, such as {source.others[0]}"
         typer.echo(f"warning: {others}.", err=True)
+    kind, _, size = tokenizer.partition(":")
+    is_new = kind == "new" and size.isdecimal()
     prepared = prepare_texts(
         source,
-        load_tokenizer(tokenizer),
+        new_tokenizer(source, int(size), validation_share, on_error.value) if is_new else load_tokenizer(tokenizer),
         output,
-        tokenizer_name=shareable_name(tokenizer),
+        tokenizer_name=tokenizer if is_new else shareable_name(tokenizer),
         validation_share=validation_share,
         shard_tokens=shard_tokens,
         num_workers=num_workers,

@@ -43,7 +43,7 @@ from crosscurrent.data.shards import (
     token_dtype,
 )
 from crosscurrent.data.sources import Batch, LeftOut, OnError, Position, Source, read_batches
-from crosscurrent.data.tokenization import check_share, document_ids, is_held_out, tokenizer_identity
+from crosscurrent.data.tokenization import check_share, document_ids, is_held_out, tokenizer_identity, train_tokenizer
 from crosscurrent.files import write_whole
 from crosscurrent.suggestions import differences
 
@@ -122,6 +122,14 @@ def prepare(
         finally:
             folder.tidy()
     return PreparedText(output)
+
+
+def new_tokenizer(
+    source: Source, vocab_size: int, validation_share: float = VALIDATION_SHARE, on_error: OnError = "stop"
+) -> PreTrainedTokenizerBase:
+    """A tokenizer made of the documents of a source that are for training (`tokenization.train_tokenizer`)."""
+    texts = (text for batch in read_batches(source, on_error) for text in batch.texts)
+    return train_tokenizer((text for text in texts if not is_held_out(text, validation_share)), vocab_size)
 
 
 def _refuse_another_task(output: Path, then: dict[str, Any], now: dict[str, Any]) -> None:

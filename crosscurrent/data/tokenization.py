@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # The parts of tokenizer.json that decide which ids a text gets. Others (padding, templates) change with how it was used.
 _DECIDING = ("added_tokens", "normalizer", "pre_tokenizer", "model")
@@ -66,3 +67,38 @@ def check_share(validation_share: float) -> None:
     """Raise ValueError if so much cannot be held out."""
     if not 0 <= validation_share < 1:
         raise ValueError(f"validation_share={validation_share} is not allowed: give a share from 0 to below 1.")
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer made of some texts: for small models, whose embeddings a large vocabulary would outweigh.
+
+    Args:
+        texts: to learn from; the same ones give the same tokenizer.
+        vocab_size: of all tokens, the 256 bytes and the EOS among them.
+
+    Raises:
+        ValueError: vocab_size is below 257, or more than the texts give.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["to be or not to be"], vocab_size=260)
+        >>> tokenizer.decode(tokenizer("not to be")["input_ids"]), tokenizer.eos_token
+        ('not to be', '<|endoftext|>')
+    """
+    if vocab_size < len(pre_tokenizers.ByteLevel.alphabet()) + 1:
+        raise ValueError(f"vocab_size={vocab_size} is not allowed: 256 bytes and the EOS need at least 257.")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() < vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size} is more than the texts give: from them {backend.get_vocab_size()} tokens can be made."
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)

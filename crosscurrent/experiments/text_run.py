@@ -4,11 +4,12 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
@@ -97,10 +98,12 @@ def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
         "weight_decay": training.weight_decay,
         "adam_beta1": training.adam_beta1,
         "adam_beta2": training.adam_beta2,
-        "gradient_checkpointing": training.gradient_checkpointing,
         "torch_compile": training.torch_compile,
         "dataloader_num_workers": recipe.data.num_workers,
     }
+    if training.gradient_checkpointing:
+        names = {field.name for field in fields(TrainingArguments)}  # which transformers renamed
+        more["activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"] = True
     if training.sharding == "fsdp2":
         if num_processes() == 1:
             raise ValueError(
@@ -213,7 +216,8 @@ class _Run:
     def _save_whole(self, trainer: TextTrainer) -> None:
         """Put the shards together, in all processes, and save the model in the first one."""
         trainer.restore()
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(trainer.model_wrapped, options=options)
         if rank() == 0:
             model = build_text_model(self.recipe, self.text.prepared)
             model.load_state_dict(state)

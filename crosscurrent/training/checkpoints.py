@@ -34,7 +34,8 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 def mark_complete(folder: Path, step: int) -> None:
     """Say that everything of a checkpoint has been written, and how large each file is."""
     checkpoint = checkpoint_folder(folder, step)
-    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != _COMPLETE}
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / _COMPLETE]
+    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
     write_whole(checkpoint / _COMPLETE, json.dumps(sizes) + "\n")
 
 

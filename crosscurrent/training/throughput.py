@@ -54,15 +54,14 @@ class Throughput:
             "memory/peak_gib": _peak_bytes() / 2**30,
         }
         flops = self._step_flops()
-        if flops is None:
-            return values
-        rate = 1e-12 / seconds / self.num_processes
-        values["throughput/model_tflops"] = flops.model * rate
-        values["throughput/recurrence_tflops"] = flops.recurrence * rate
-        if self.peak is not None:
-            values["throughput/mfu"] = flops.model * rate * 1e12 / self.peak
-            values["throughput/mfu_with_recurrence"] = flops.total * rate * 1e12 / self.peak
-        return values
+        if flops is not None:
+            rate = 1e-12 / seconds / self.num_processes
+            values["throughput/model_tflops"] = flops.model * rate
+            values["throughput/recurrence_tflops"] = flops.recurrence * rate
+            if self.peak is not None:
+                values["throughput/mfu"] = flops.model * rate * 1e12 / self.peak
+                values["throughput/mfu_with_recurrence"] = flops.total * rate * 1e12 / self.peak
+        return {name: float(f"{value:.6g}") for name, value in values.items()}
 
     def _step_flops(self) -> StepFlops | None:
         """Counted once for each interval of a curriculum; None for kinds of models that cannot be counted."""
