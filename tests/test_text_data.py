@@ -31,6 +31,11 @@ TOKENIZER = ending_tokenizer()
 EOS = 0
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return load_tokenizer("smollm2-135m")
+
+
 def make_prepared(folder: Path, texts: list[str], validation_share: float = 0.3) -> PreparedText:
     path = write_jsonl(folder / "corpus.jsonl", texts)
     settings: dict[str, Any] = {"validation_share": validation_share, "shard_tokens": 100}
@@ -131,27 +136,25 @@ def test_documents_in_a_row_compute_what_they_compute_alone(name: str, tmp_path:
     assert largest_difference(gradients(model, together), gradients(model, alone)) < 1e-10
 
 
-def test_a_document_longer_than_the_context(tmp_path: Path) -> None:
+def test_a_document_longer_than_the_context(smollm2: Any, tmp_path: Path) -> None:
     path = Path(os.environ["CROSSCURRENT_TEST_DATA"]) / "tinyshakespeare.txt"
-    tokenizer = load_tokenizer("smollm2-135m")
-    prepared = prepare(
-        LocalFiles([path]), tokenizer, tmp_path / "out", tokenizer_name="smollm2-135m", validation_share=0
-    )
+    prepared = prepare(LocalFiles([path]), smollm2, tmp_path / "out", tokenizer_name="smollm2-135m", validation_share=0)
     rows = PackedRows(prepared, "train", 1024, seed=1)
-    (document,) = documents_of_epoch(rows, tokenizer.eos_token_id)
-    assert tokenizer.decode(document[:-1]) == path.read_text()
+    (document,) = documents_of_epoch(rows, smollm2.eos_token_id)
+    assert smollm2.decode(document[:-1]) == path.read_text()
     assert rows.num_documents_cut == 1
     assert all(row["segment_ids"].sum() == 0 for row in rows)
-    with pytest.raises(ValueError, match="no tokens in split 'validation': prepare more .* larger --validation-share"):
+    with pytest.raises(ValueError, match=r"no tokens in split 'validation': prepare more .* larger --validation-share"):
         PackedRows(prepared, "validation", 1024)
 
 
 def test_rows_that_cannot_be(prepared: PreparedText) -> None:
-    for changes, words in [
+    mistakes: list[tuple[dict[str, Any], str]] = [
         ({"split": "valid"}, "Did you mean 'validation'?"),
         ({"sequence_length": 1}, "sequence_length=1"),
         ({"seed": -1}, "seed=-1"),
-    ]:
+    ]
+    for changes, words in mistakes:
         settings: Any = {"split": "train", "sequence_length": 8, **changes}
         with pytest.raises(ValueError, match=words.replace("?", r"\?")):
             PackedRows(prepared, **settings)
@@ -187,7 +190,13 @@ def test_streams_that_cannot_be(tmp_path: Path) -> None:
         list(StreamedRows(broken, TOKENIZER, 8))
     rows = StreamedRows(broken, TOKENIZER, 8, on_error="skip")
     assert len(list(rows)) == 1 and rows.left_out.kinds["not a text"]["count"] == 1
-    for changes in ({"start_row": -1}, {"split": "test"}, {"validation_share": 2}, {"sequence_length": 0}):
+    mistakes: list[dict[str, Any]] = [
+        {"start_row": -1},
+        {"split": "test"},
+        {"validation_share": 2},
+        {"sequence_length": 0},
+    ]
+    for changes in mistakes:
         settings: Any = {"sequence_length": 8, **changes}
         with pytest.raises(ValueError, match=str(next(iter(changes.values())))):
             StreamedRows(source, TOKENIZER, **settings)
@@ -260,15 +269,15 @@ def test_changed_bytes_are_found_when_asked_for(folder: Path) -> None:
         PackedRows(PreparedText(folder), "train", 8)[0]
 
 
-def test_another_tokenizer_or_vocabulary_is_named(prepared: PreparedText) -> None:
+def test_another_tokenizer_or_vocabulary_is_named(prepared: PreparedText, smollm2: Any) -> None:
     prepared.check_tokenizer(TOKENIZER)
     prepared.check_vocab_size(prepared.vocab_size)
-    with pytest.raises(ValueError, match="vocab_size=101 cannot read .* 'characters' has 102 ids"):
+    with pytest.raises(ValueError, match=r"vocab_size=101 cannot read .* 'characters' has 102 ids"):
         prepared.check_vocab_size(101)
     with pytest.raises(
-        ValueError, match="it was 'characters' .*vocab_size 102 -> 49152; eos_token_id 0 -> 2; fingerprint"
+        ValueError, match=r"it was 'characters' .*vocab_size 102 -> 49152; eos_token_id 0 -> 2; fingerprint"
     ):
-        prepared.check_tokenizer(load_tokenizer("smollm2-135m"))
+        prepared.check_tokenizer(smollm2)
     swapped = ending_tokenizer()
     swapped.backend_tokenizer.pre_tokenizer = None  # the same vocabulary, other ids of a text
     with pytest.raises(ValueError, match=r"\(fingerprint"):
