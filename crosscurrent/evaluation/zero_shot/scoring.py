@@ -52,7 +52,8 @@ def score_tasks(model: LM, tasks: dict[str, Any], limit: int | None = None) -> d
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} is not allowed: give at least 1, or None for all examples.")
-    results: Any = evaluator.evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)  # errors: below
+    # Without standard errors, in which the harness divides by zero if there is one example: _standard_error.
+    results: Any = evaluator.evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
     return {name: _task_scores(name, results) for name in tasks}
 
 
