@@ -15,6 +15,7 @@ from crosscurrent.cli.info import info
 from crosscurrent.cli.inspect import inspect
 from crosscurrent.cli.report import report
 from crosscurrent.cli.retrofit import retrofit
+from crosscurrent.cli.scaling import scaling
 from crosscurrent.cli.train import recipes, reproduce, train
 from crosscurrent.version import __version__
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, retrofit, generate, info, inspect, gap, recipes, train, reproduce, report, bench):
+for command in (demo, retrofit, generate, info, inspect, gap, recipes, train, reproduce, report, bench, scaling):
     app.command()(command)
 
 
@@ -56,6 +57,7 @@ def main(
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
     crosscurrent reproduce rlt --scale mini              run a whole study
     crosscurrent bench --all                             measure what recurrence costs
+    crosscurrent scaling --model 135m                    estimate what training costs on GPUs
 
     Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error that one line on stderr explains, 2 wrong
     usage. `crosscurrent COMMAND --help` explains a command.
