@@ -54,6 +54,7 @@ class StepMemory:
             gradient, and the logits' gradient.
         working: what going back through one layer needs.
         head: the gradient of the output matrix, the first that is made.
+        at_end: the embedding's, and the sum of both, if the output matrix is the embedding.
     """
 
     weights: int
@@ -64,12 +65,19 @@ class StepMemory:
     logits: int
     working: int
     head: int
+    at_end: int
 
     @property
     def total(self) -> int:
         """The peak of a step in training, where gradients of earlier microbatches and the optimizer's states are there."""
-        kept = self.weights + self.gradients + self.optimizer + self.copies + self.activations
-        return kept + max(self.logits, self.working)
+        kept = self.weights + self.gradients + self.optimizer + self.copies
+        return kept + self.transient
+
+    @property
+    def transient(self) -> int:
+        """What comes and goes within a step, at most."""
+        going_back = self.activations + max(self.logits, self.head + self.working)
+        return max(going_back, self.head + self.at_end)
 
     @property
     def first_backward(self) -> int:
@@ -77,7 +85,7 @@ class StepMemory:
         kept = self.weights + self.copies
         at_loss = self.activations + self.logits
         behind_head = self.activations + self.head + max(self.logits // 3, self.working)
-        at_end = self.gradients + self.working
+        at_end = self.gradients + max(self.working, self.at_end)
         return kept + max(at_loss, behind_head, at_end)
 
 
@@ -114,6 +122,7 @@ def step_memory(
             f"the memory of a {type(model).__name__} is not known: give a Llama, a T2MLR of one, or an RLT."
         )
     num_weights = sum(parameter.numel() for parameter in model.parameters())
+    head = FULL * text.vocab_size * text.hidden_size
     final_norm = 2 * FULL * text.hidden_size + precision.inputs(text.hidden_size, 1)
     return StepMemory(
         weights=FULL * num_weights,
@@ -124,7 +133,8 @@ def step_memory(
         + _factors(model, num_tokens, precision, solver, checkpointing),
         logits=3 * FULL * text.vocab_size * num_tokens,
         working=working * num_tokens,
-        head=FULL * text.vocab_size * text.hidden_size,
+        head=head,
+        at_end=2 * head if text.tie_word_embeddings else 0,
     )
 
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 from crosscurrent.experiments.scaling.machine import GPUS_PER_NODE, Assumptions, Gpu
-from crosscurrent.experiments.scaling.memory import AUTOCAST, StepMemory, step_memory
 from crosscurrent.experiments.scaling.shapes import Subject
 from crosscurrent.recurrence import Sequential, Sweeps
 from crosscurrent.training.flops import Passes, StepFlops, passes_of, step_flops
@@ -89,16 +88,6 @@ class Estimate:
             return Passes(0, 0, 1, 0, steps=1, reads=0)
         return passes_of(kind.solver, self.sequence_length, kind.feedback_interval)
 
-    def step_memory(self, microbatch: int, checkpointing: bool) -> StepMemory:
-        return step_memory(
-            self.subject.model,
-            microbatch,
-            self.sequence_length,
-            AUTOCAST,
-            self.subject.kind.solver,
-            checkpointing,
-        )
-
     def layouts(self) -> Iterator[Layout]:
         """All that are tried, the simplest first."""
         num_used = min(self.num_gpus, self.batch_size)
@@ -118,18 +107,17 @@ class Estimate:
 
     def memory(self, layout: Layout) -> float:
         """Bytes on each GPU."""
-        whole = self.step_memory(layout.microbatch, layout.checkpointing)
-        kept = whole.activations + max(whole.logits, whole.working)
+        whole = self.subject.step_memory(layout.microbatch, self.sequence_length, layout.checkpointing)
         state = whole.weights + whole.gradients + whole.optimizer
         if layout.num_shards == 1:
             buckets = whole.gradients if layout.num_used > 1 else 0  # DDP's copy of all gradients
-            return state + buckets + whole.copies + kept
+            return state + buckets + whole.copies + whole.transient
         layers = self.subject.model.config.num_hidden_layers
         head = 2 * GATHERED * self.head_size
         in_layers = GATHERED * (self.subject.num_parameters - self.head_size) / layers
         gathered = head + LAYERS_AT_ONCE * in_layers + GATHERED * self.kept_gathered
         gradients = GRADIENT / GATHERED * (head + in_layers)  # of what runs, before they are scattered
-        return state / layout.num_shards + gathered + gradients + kept
+        return state / layout.num_shards + gathered + gradients + whole.transient
 
     @property
     def head_size(self) -> int:

@@ -1,12 +1,14 @@
 """The models of the plan: four shapes, and what is made of each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from crosscurrent.experiments.scaling.memory import AUTOCAST, StepMemory, step_memory
 from crosscurrent.models.rlt import RLTConfig, RLTForCausalLM
 from crosscurrent.models.t2mlr import T2MLRConfig, T2MLRForCausalLM
 from crosscurrent.recurrence import Implicit, Jacobi, Sequential, Solver, Sweeps
@@ -73,14 +75,24 @@ class Subject:
     shape: str
     kind: Kind
     model: Any
+    _memory: dict[tuple[int, int, bool], StepMemory] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    def step_memory(self, num_rows: int, sequence_length: int, checkpointing: bool) -> StepMemory:
+        """What a step under bfloat16 autocast needs on one GPU; many layouts ask for the same."""
+        asked = num_rows, sequence_length, checkpointing
+        if asked not in self._memory:
+            self._memory[asked] = step_memory(
+                self.model, num_rows, sequence_length, AUTOCAST, self.kind.solver, checkpointing
+            )
+        return self._memory[asked]
+
+    @cached_property
     def range_share(self) -> float:
         """Share of all weights that are in the recurrent range."""
         of_range = sum(weight.numel() for layer in self.range_layers for weight in layer.parameters())
         return of_range / self.num_parameters
 
-    @property
+    @cached_property
     def range_layers(self) -> list[Any]:
         if self.kind.architecture == "rlt":
             return list(self.model.model.decoder.layers)
@@ -88,7 +100,7 @@ class Subject:
             return list(self.model.layers)[self.model.config.layer_start : self.model.config.layer_end]
         return []
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.model.parameters())
 
