@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from crosscurrent.experiments.scaling.machine import GPUS_PER_NODE, Assumptions, Gpu
 from crosscurrent.experiments.scaling.shapes import Subject
@@ -108,11 +107,11 @@ class Estimate:
     def memory(self, layout: Layout) -> float:
         """Bytes on each GPU."""
         whole = self.subject.step_memory(layout.microbatch, self.sequence_length, layout.checkpointing)
-        state = whole.weights + whole.gradients + whole.optimizer
         if layout.num_shards == 1:
             buckets = whole.gradients if layout.num_used > 1 else 0  # DDP's copy of all gradients
-            return state + buckets + whole.copies + whole.transient
+            return whole.total + buckets
         layers = self.subject.model.config.num_hidden_layers
+        state = whole.weights + whole.gradients + whole.optimizer
         head = 2 * GATHERED * self.head_size
         in_layers = GATHERED * (self.subject.num_parameters - self.head_size) / layers
         gathered = head + LAYERS_AT_ONCE * in_layers + GATHERED * self.kept_gathered
@@ -245,7 +244,7 @@ def best_plan(
     return best
 
 
-def least_memory(subject: Subject, gpu: Gpu, num_gpus: int, sequence_length: int, batch_size: int) -> Any:
+def least_memory(subject: Subject, gpu: Gpu, num_gpus: int, sequence_length: int, batch_size: int) -> float:
     """Bytes that the thriftiest layout needs on each GPU."""
     estimate = Estimate(subject, gpu, num_gpus, sequence_length, batch_size, Assumptions())
     return min(map(estimate.memory, estimate.layouts()))
