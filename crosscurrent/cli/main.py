@@ -17,6 +17,7 @@ from crosscurrent.cli.inspect import inspect
 from crosscurrent.cli.prepare import prepare
 from crosscurrent.cli.report import report
 from crosscurrent.cli.retrofit import retrofit
+from crosscurrent.cli.scaling import scaling
 from crosscurrent.cli.train import recipes, reproduce, train
 from crosscurrent.version import __version__
 
@@ -74,6 +75,7 @@ def main(
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
     crosscurrent reproduce rlt --scale mini              run a whole study
     crosscurrent bench --all                             measure what recurrence costs
+    crosscurrent scaling --model 135m                    estimate what training costs on GPUs
 
     Results go to stdout, progress to stderr. Exit codes: 0 done, 1 an error that one line on stderr explains, 2 wrong
     usage. `crosscurrent COMMAND --help` explains a command.

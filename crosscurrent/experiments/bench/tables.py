@@ -20,9 +20,11 @@ def case_tables(result: dict[str, Any], environment: dict[str, Any], markdown: b
         f"{sizes}; {environment['dtype']}, {environment['device']}, {environment['threads']} threads, "
         f"{result['rounds']} rounds",
         "",
-        _table(["subject", f"ms a {result['unit']}", "quartiles", "memory", "parameters"], _subjects(result), markdown),
+        aligned_table(
+            ["subject", f"ms a {result['unit']}", "quartiles", "memory", "parameters"], _subjects(result), markdown
+        ),
         "",
-        _table(["ratio", "of", "median", "quartiles", "reach", "reached?"], _ratios(result), markdown),
+        aligned_table(["ratio", "of", "median", "quartiles", "reach", "reached?"], _ratios(result), markdown),
     ]
     return "\n".join(lines)
 
@@ -48,7 +50,7 @@ def target_table(results: list[dict[str, Any]], markdown: bool) -> str:
         for ratio in result["ratios"]
         if ratio["reach"]
     ]
-    return _table(["what", "ratio", "reach", "reached?"], rows, markdown) if rows else ""
+    return aligned_table(["what", "ratio", "reach", "reached?"], rows, markdown) if rows else ""
 
 
 def _subjects(result: dict[str, Any]) -> list[list[str]]:
@@ -105,7 +107,7 @@ def _plain(value: Any) -> str:
     return " and ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
+def aligned_table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
     """The first column to the left, the others to the right."""
     if markdown:
         rule = ["---"] + ["---:"] * (len(header) - 1)
