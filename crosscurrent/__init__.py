@@ -19,6 +19,7 @@ from crosscurrent.recurrence import (
     Sequential,
     SolverReport,
     Sweeps,
+    compiled_steps,
     fixed_weights,
     use_triton,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "T2MLRConfig",
     "T2MLRForCausalLM",
     "__version__",
+    "compiled_steps",
     "fixed_weights",
     "load_base",
     "load_tokenizer",

@@ -6,6 +6,7 @@ This package needs PyTorch only.
 """
 
 from crosscurrent.recurrence.carry import BoundedSum, Carry, LastOutput, NormalizedSum, ResidualCarry
+from crosscurrent.recurrence.compiling import compiled_steps
 from crosscurrent.recurrence.fuse import Fuse, GatedFusion, GatesRead, Merge
 from crosscurrent.recurrence.gradients import GRADIENT_RULES, GradientRule, Implicit, LastPasses
 from crosscurrent.recurrence.jacobi import Jacobi
@@ -51,6 +52,7 @@ __all__ = [
     "Sweeps",
     "Tokens",
     "as_solver",
+    "compiled_steps",
     "fixed_weights",
     "solve_single",
     "solver_from_dict",

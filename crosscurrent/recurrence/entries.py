@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crosscurrent.recurrence.backward_pass import PerBackwardPass, refuse_second_derivatives
+
+_MOST_ROWS = 64  # of factors kept for a gradient, before they are multiplied
 
 
 class Entries:
@@ -122,12 +125,44 @@ class EntriesGradient:
     """What was sent back to the entries in the backward pass that is running."""
 
     def __init__(self, storage: Tensor):
-        contiguous = torch.contiguous_format
-        self._sum = PerBackwardPass(lambda: torch.zeros_like(storage, memory_format=contiguous))
+        self._sum = PerBackwardPass(lambda: _GradientSum(storage))
 
     def of(self, start: int, stop: int) -> Tensor:
         """The gradient of entries `start` to `stop`, to be added to in place."""
-        return self._sum.value().narrow(2, start, stop - start)
+        return self._sum.value().total().narrow(2, start, stop - start)
+
+    def keep(self, weights: Tensor, rows: Tensor) -> None:
+        """Leave weights^T rows, to be added to the gradient of the first K entries, until it is asked for: one product
+        for many steps. weights [B, H, S, K], rows [B, H, S, E]."""
+        self._sum.value().keep(weights, rows)
+
+
+class _GradientSum:
+    """A gradient [B, H, N, E], and factors whose products are still to be added to it."""
+
+    def __init__(self, storage: Tensor):
+        self._sum = torch.zeros_like(storage, memory_format=torch.contiguous_format)
+        self._weights: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._num_rows = 0
+
+    def keep(self, weights: Tensor, rows: Tensor) -> None:
+        self._weights.append(weights)
+        self._rows.append(rows)
+        self._num_rows += rows.shape[2]
+        if self._num_rows >= _MOST_ROWS:
+            self._multiply()
+
+    def _multiply(self) -> None:
+        num_keys = max(weights.shape[3] for weights in self._weights)
+        weights = torch.cat([F.pad(one, (0, num_keys - one.shape[3])) for one in self._weights], dim=2)
+        self._sum.narrow(2, 0, num_keys).add_(torch.matmul(weights.transpose(-1, -2), torch.cat(self._rows, dim=2)))
+        self._weights, self._rows, self._num_rows = [], [], 0
+
+    def total(self) -> Tensor:
+        if self._rows:
+            self._multiply()
+        return self._sum
 
 
 def with_columns(entries: Tensor, new: Tensor, num_before: int, columns: Tensor) -> Tensor:

@@ -152,8 +152,8 @@ class SharedWeight:
         self._versions = [weight._version for weight in weights] if torch.is_grad_enabled() else []
         self._factors = PerBackwardPass(_Factors)
         self.gate: Tensor = _Gate.apply(self._factors, *weights)
-        self._forward: _Matrix | None = None
-        self._backward: _Matrix | None = None
+        self._matrix: Tensor | None = None
+        self._transposed: Tensor | None = None
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T."""
@@ -168,19 +168,27 @@ class SharedWeight:
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T, without autograd."""
-        if self._forward is None:
-            self._forward = _Matrix(self._joined(), self.num_rows)
-        return self._forward(x)
+        return multiply(x, self.matrix())
 
     def backward(self, gradient: Tensor, x: Tensor) -> Tensor:
         """From the gradient of `forward(x)` that of x. The weights' part is kept for the gate."""
         gradient = gradient.to(self.dtype)
         self.keep(gradient, x)
-        if self._backward is None:
+        return multiply(gradient, self.transposed())
+
+    def matrix(self) -> Tensor:
+        """W as `multiply` takes it."""
+        if self._matrix is None:
+            self._matrix = _ordered(self._joined(), self.num_rows)
+        return self._matrix
+
+    def transposed(self) -> Tensor:
+        """W^T as `multiply` takes it, for the backward pass."""
+        if self._transposed is None:
             if [weight._version for weight in self.weights] != self._versions:
                 raise RuntimeError("a weight was changed between the forward and the backward pass that needs it.")
-            self._backward = _Matrix(self._joined().T, self.num_rows)
-        return self._backward(gradient)
+            self._transposed = _ordered(self._joined().T, self.num_rows)
+        return self._transposed
 
     def keep(self, gradient: Tensor, x: Tensor) -> None:
         """Leave the weights' part of the gradient of `forward(x)` to the gate."""
@@ -193,25 +201,39 @@ class SharedWeight:
         return joined.to(self.dtype)
 
 
-class _Matrix:
-    """A matrix W [O, I] that many thin inputs are multiplied by.
+def _ordered(matrix: Tensor, num_rows: int | None) -> Tensor:
+    """A matrix [O, I] that many thin inputs are multiplied by, for inputs of `num_rows` rows in the order that oneDNN's
+    kernel reads it in. None: it stays as it is."""
+    if num_rows is None or not _can_reorder(matrix):
+        return matrix
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(matrix.contiguous(), num_rows)
+    return reordered
 
-    Args:
-        weight: W.
-        num_rows: of the inputs, for which W is put in the order that oneDNN's kernel reads it in; None: W stays as it is.
-    """
 
-    def __init__(self, weight: Tensor, num_rows: int | None):
-        is_reordered = num_rows is not None and _can_reorder(weight)
-        if is_reordered:
-            weight = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), num_rows)
-        self.weight, self.is_reordered = weight, is_reordered
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self.is_reordered:
-            return F.linear(x, self.weight)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x.contiguous(), self.weight, None, "none", [], "")
+def multiply(x: Tensor, matrix: Tensor) -> Tensor:
+    """x W^T without autograd, by a matrix of a `SharedWeight`: [..., I] and [O, I] to [..., O]."""
+    if torch.compiler.is_compiling():
+        product: Tensor = torch.ops.crosscurrent.multiply.default(x, matrix)
         return product
+    return _multiply(x, matrix)
+
+
+def _multiply(x: Tensor, matrix: Tensor) -> Tensor:
+    if not matrix.is_mkldnn:
+        return F.linear(x, matrix)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x.contiguous(), matrix, None, "none", [], "")
+    return product
+
+
+def _shape_of_product(x: Tensor, matrix: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], matrix.shape[0])
+
+
+# Compiled code cannot look into a reordered matrix: to it a product is one operation.
+_library = torch.library.Library("crosscurrent", "DEF")
+_library.define("multiply(Tensor x, Tensor matrix) -> Tensor")
+_library.impl("multiply", _multiply, "CompositeExplicitAutograd")
+_library.impl("multiply", _shape_of_product, "Meta")
 
 
 def _can_reorder(weight: Tensor) -> bool:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from crosscurrent.models.rlt.layers import DecoderLayer, FeedForward, MemoryAttention, Rotation, SelfAttention, rotate
 from crosscurrent.recurrence.backward_pass import refuse_second_derivatives
+from crosscurrent.recurrence.compiling import compiled, compiles_steps
 from crosscurrent.recurrence.entries import Entries, Part
-from crosscurrent.recurrence.steps import SharedWeight, Steps, is_bare, is_plain_linear
+from crosscurrent.recurrence.steps import Steps, is_bare, is_plain_linear, multiply
 
 MOST_COLUMNS = 16  # of a step: more are better served by attention that does not write its scores down
 _KINDS: tuple[type[nn.Module], ...] = (nn.RMSNorm, DecoderLayer, SelfAttention, MemoryAttention, FeedForward)
@@ -39,8 +40,9 @@ def _is_bare(module: nn.Module) -> bool:
 
 def by_column(rotation: Rotation) -> Rotation:
     """From [B, 1, S, E] to [B, S, 1, 1, E], as heads lie in a step."""
-    cos, sin = rotation
-    return cos.transpose(1, 2)[:, :, None], sin.transpose(1, 2)[:, :, None]
+    # Contiguous, as parts of a longer sequence are not, so that compiled code need not be another for each length.
+    cos, sin = (part.transpose(1, 2)[:, :, None].contiguous() for part in rotation)
+    return cos, sin
 
 
 class Seen(NamedTuple):
@@ -71,19 +73,22 @@ class LayerStep:
 
     def __init__(self, layer: DecoderLayer, steps: Steps):
         attention, memory, mlp = layer.self_attn, layer.memory_attn, layer.mlp
-        self.num_heads = attention.num_heads
-        self.in_projection = steps.shared(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-        self.out_projection = steps.shared(attention.o_proj.weight)
-        self.memory_query = steps.shared(memory.q_proj.weight)
-        self.memory_out = steps.shared(memory.o_proj.weight)
-        self.gate_and_up = steps.shared(mlp.gate_proj.weight, mlp.up_proj.weight)
-        self.down = steps.shared(mlp.down_proj.weight)
-        self.norms = (layer.input_layernorm, layer.memory_layernorm, layer.post_attention_layernorm)
-        self.head_norms = (attention.q_norm, attention.k_norm, memory.q_norm)
-        attending = (self.in_projection, self.out_projection, self.memory_query, self.memory_out)
-        gates = [weight.gate for weight in (*attending, self.gate_and_up, self.down)]
-        self._parameters = (*gates, *(norm.weight for norm in (*self.norms, *self.head_norms)))
-        self.of_queries_and_keys = torch.stack([norm.weight.detach() for norm in self.head_norms[:2]])[:, None]
+        self.weights = (
+            steps.shared(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+            steps.shared(attention.o_proj.weight),
+            steps.shared(memory.q_proj.weight),
+            steps.shared(memory.o_proj.weight),
+            steps.shared(mlp.gate_proj.weight, mlp.up_proj.weight),
+            steps.shared(mlp.down_proj.weight),
+        )
+        stream_norms = (layer.input_layernorm, layer.memory_layernorm, layer.post_attention_layernorm)
+        head_norms = (attention.q_norm, attention.k_norm, memory.q_norm)
+        gates = [weight.gate for weight in self.weights]
+        self._parameters = (*gates, *(norm.weight for norm in (*stream_norms, *head_norms)))
+        of_queries_and_keys = torch.stack([norm.weight.detach() for norm in head_norms[:2]])[:, None]
+        self.norms = _Norms(*[norm.weight for norm in stream_norms], of_queries_and_keys, memory.q_norm.weight)
+        self.is_compiled = compiles_steps(attention.q_proj.weight.device.type)
+        self.eps = _Norms(*[norm.eps for norm in stream_norms], attention.q_norm.eps, memory.q_norm.eps)
 
     def __call__(self, stream: Tensor, keys: Entries, values: Entries, place: Place) -> tuple[Tensor, Entries, Entries]:
         """The stream [B, S, D] after the layer, and its entries with the step's own."""
@@ -94,132 +99,216 @@ class LayerStep:
         return stream, keys.extended(stream.shape[1], after), values.extended(stream.shape[1], after)
 
 
+class _Norms(NamedTuple):
+    """Of a layer's norms the weights, or the epsilons.
+
+    Attributes:
+        window, memory, mlp: before the attention to the window, that to the memory, and the feed-forward; weights [D].
+        heads: of the queries and keys of the window; weights [2, 1, E].
+        memory_queries: weight [E].
+    """
+
+    window: Any
+    memory: Any
+    mlp: Any
+    heads: Any
+    memory_queries: Any
+
+
 class _Layer(torch.autograd.Function):
     """The layer. Its second result, a tensor of no size, is what later steps depend on, so that the backward pass comes
     here after theirs and finds what they sent back to this step's keys and values."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, layer: LayerStep, place: Place, *others: Any) -> tuple[Tensor, Tensor]:
-        normed = _normalize(stream, *_weight_and_eps(layer.norms[0]))
-        heads_in = layer.in_projection.ready(normed.out)
-        heads = layer.in_projection.forward(heads_in).unflatten(-1, (3, layer.num_heads, -1))  # [B, S, 3, H, E]
-        eps = layer.head_norms[0].eps
-        normed_heads = _normalize(heads[:, :, :2].to(layer.of_queries_and_keys.dtype), layer.of_queries_and_keys, eps)
-        rotated = rotate(normed_heads.out, place.rotation)
-        queries = rotated[:, :, 0].transpose(1, 2)
-        _own(place.window.keys, queries).copy_(rotated[:, :, 1].transpose(1, 2))
-        _own(place.window.values, queries).copy_(heads[:, :, 2].transpose(1, 2))
-        attended = _attend(queries, place.window, layer.out_projection)
-        after_window = stream + layer.out_projection.forward(attended.out)
-
-        memory_normed = _normalize(after_window, *_weight_and_eps(layer.norms[1]))
-        query_in = layer.memory_query.ready(memory_normed.out)
-        query = layer.memory_query.forward(query_in).unflatten(-1, (1, layer.num_heads, -1))
-        weight, eps = _weight_and_eps(layer.head_norms[2])
-        normed_query = _normalize(query.to(weight.dtype), weight, eps)
-        memory_queries = rotate(normed_query.out, place.rotation)[:, :, 0].transpose(1, 2)
-        recalled = _attend(memory_queries, place.memory, layer.memory_out)
-        after_memory = after_window + layer.memory_out.forward(recalled.out)
-
-        mlp_normed = _normalize(after_memory, *_weight_and_eps(layer.norms[2]))
-        mlp_in = layer.gate_and_up.ready(mlp_normed.out)
-        gate_and_up = layer.gate_and_up.forward(mlp_in)
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        opened = F.silu(gate)
-        down_in = opened * up
+        matrices = tuple(weight.matrix() for weight in layer.weights)
+        window, memory = _entries(place.window), _entries(place.memory)
+        masks = place.window.mask, place.memory.mask
+        run = compiled(_forward, (*window, *memory)) if layer.is_compiled else _forward
+        stream, *saved = run(stream, matrices, layer.norms, layer.eps, place.rotation, window, memory, masks)
         ctx.layer, ctx.place = layer, place
-        ctx.save_for_backward(
-            *(normed.hat, normed.scale, heads_in, normed_heads.hat, normed_heads.scale),
-            *(queries, attended.weights, attended.out),
-            *(memory_normed.hat, memory_normed.scale, query_in, normed_query.hat, normed_query.scale),
-            *(memory_queries, recalled.weights, recalled.out),
-            *(mlp_normed.hat, mlp_normed.scale, mlp_in, gate_and_up, opened, down_in),
-            *others[-6:],  # the weights of the norms
-        )
-        return after_memory + layer.down.forward(down_in), stream.new_empty(0)
+        ctx.save_for_backward(*saved, *others[-6:])  # with the weights of the norms, so that changes are noticed
+        return stream, stream.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_second_derivatives()
-        layer, place, saved = ctx.layer, ctx.place, list(ctx.saved_tensors)
-        attention, memory, mlp, norms = saved[:8], saved[8:16], saved[16:22], saved[22:]
-        stream, _ = gradients
-        stream, of_mlp_norm = _mlp_backward(layer, norms[2], stream, *mlp)
-        stream, of_memory = _memory_backward(layer, place, (norms[1], norms[5]), stream, *memory)
-        stream, of_window = _window_backward(layer, place, norms[0], stream, *attention)
-        of_norms = (of_window[0], of_memory[0], of_mlp_norm, of_window[1][0], of_window[1][1], of_memory[1])
-        return stream, *(None,) * 12, *of_norms
+        layer, place, saved = ctx.layer, ctx.place, ctx.saved_tensors[:-6]
+        matrices = tuple(weight.transposed() for weight in layer.weights)
+        stream = gradients[0].contiguous()
+        window, of_window, memory = _entries(place.window), _gradients(place.window), _entries(place.memory)
+        run = compiled(_backward, (*window, *of_window, *memory)) if layer.is_compiled else _backward
+        of_stream, of_norms, of_products, of_memory = run(
+            stream, saved, matrices, layer.norms, place.rotation, window, of_window, memory
+        )
+        for part, factors in zip((place.memory.keys, place.memory.values), of_memory, strict=True):
+            assert part.gradient is not None
+            part.gradient.keep(*factors)
+        for weight, gradient, x in zip(layer.weights, of_products, _Saved(*saved).inputs, strict=True):
+            weight.keep(gradient, x)
+        return of_stream, *(None,) * 12, *of_norms
 
 
-def _mlp_backward(
-    layer: LayerStep,
-    norm: Tensor,
+class _Entries(NamedTuple):
+    """Keys and values [B, H, K, E], or their gradients."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def _entries(seen: Seen) -> _Entries:
+    # .data: what was written before does not change, so no reader's backward pass need complain of what a step writes.
+    return _Entries(seen.keys.view().data, seen.values.view().data)
+
+
+def _gradients(seen: Seen) -> _Entries:
+    """To be added to in place."""
+    keys, values = seen.keys, seen.values
+    assert keys.gradient is not None and values.gradient is not None
+    return _Entries(keys.gradient.of(keys.start, keys.stop), values.gradient.of(values.start, values.stop))
+
+
+class _Saved(NamedTuple):
+    """What the forward pass of a layer keeps for its backward pass."""
+
+    hat: Tensor
+    scale: Tensor
+    heads_in: Tensor
+    heads_hat: Tensor
+    heads_scale: Tensor
+    queries: Tensor
+    weights: Tensor
+    attended: Tensor
+    memory_hat: Tensor
+    memory_scale: Tensor
+    query_in: Tensor
+    query_hat: Tensor
+    query_scale: Tensor
+    memory_queries: Tensor
+    memory_weights: Tensor
+    recalled: Tensor
+    mlp_hat: Tensor
+    mlp_scale: Tensor
+    mlp_in: Tensor
+    gate_and_up: Tensor
+    opened: Tensor
+    down_in: Tensor
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Of the six products."""
+        return self.heads_in, self.attended, self.query_in, self.recalled, self.mlp_in, self.down_in
+
+
+def _forward(
     stream: Tensor,
-    hat: Tensor,
-    scale: Tensor,
-    mlp_in: Tensor,
-    gate_and_up: Tensor,
-    opened: Tensor,
-    down_in: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the stream before the feed-forward, and of its norm's weight."""
-    of_down = layer.down.backward(stream, down_in)
+    matrices: tuple[Tensor, ...],
+    norms: _Norms,
+    eps: _Norms,
+    rotation: Rotation,
+    window: _Entries,
+    memory: _Entries,
+    masks: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The stream after the layer, and what is `_Saved`. The step's own keys and values, the window's last, are written."""
+    in_projection, out_projection, query_projection, memory_out, gate_and_up_projection, down = matrices
+    num_heads, num_own = window.keys.shape[1], stream.shape[1]
+    dtype = out_projection.dtype  # of products
+
+    normed = _normalize(stream, norms.window, eps.window)
+    heads_in = normed.out.to(dtype)
+    heads = multiply(heads_in, in_projection).unflatten(-1, (3, num_heads, -1))  # [B, S, 3, H, E]
+    normed_heads = _normalize(heads[:, :, :2].to(norms.heads.dtype), norms.heads, eps.heads)
+    rotated = rotate(normed_heads.out, rotation)
+    queries = rotated[:, :, 0].transpose(1, 2)
+    _own(window.keys, num_own).copy_(rotated[:, :, 1].transpose(1, 2))
+    _own(window.values, num_own).copy_(heads[:, :, 2].transpose(1, 2))
+    attended, weights = _attend(queries, window, masks[0])
+    attended = attended.to(dtype)
+    after_window = stream + multiply(attended, out_projection)
+
+    memory_normed = _normalize(after_window, norms.memory, eps.memory)
+    query_in = memory_normed.out.to(dtype)
+    query = multiply(query_in, query_projection).unflatten(-1, (1, num_heads, -1))
+    normed_query = _normalize(query.to(norms.memory_queries.dtype), norms.memory_queries, eps.memory_queries)
+    memory_queries = rotate(normed_query.out, rotation)[:, :, 0].transpose(1, 2)
+    recalled, memory_weights = _attend(memory_queries, memory, masks[1])
+    recalled = recalled.to(dtype)
+    after_memory = after_window + multiply(recalled, memory_out)
+
+    mlp_normed = _normalize(after_memory, norms.mlp, eps.mlp)
+    mlp_in = mlp_normed.out.to(dtype)
+    gate_and_up = multiply(mlp_in, gate_and_up_projection)
     gate, up = gate_and_up.chunk(2, dim=-1)
-    of_gate = torch.ops.aten.silu_backward.default(of_down * up, gate)
-    of_mlp = layer.gate_and_up.backward(torch.cat([of_gate, of_down * opened], dim=-1), mlp_in)
-    of_stream, of_norm = _normalize_backward(of_mlp, hat, scale, norm)
-    return of_stream.add_(stream), of_norm
+    opened = F.silu(gate)
+    down_in = opened * up
+    saved = _Saved(
+        *(normed.hat, normed.scale, heads_in, normed_heads.hat, normed_heads.scale),
+        *(queries, weights, attended),
+        *(memory_normed.hat, memory_normed.scale, query_in, normed_query.hat, normed_query.scale),
+        *(memory_queries, memory_weights, recalled),
+        *(mlp_normed.hat, mlp_normed.scale, mlp_in, gate_and_up, opened, down_in),
+    )
+    return after_memory + multiply(down_in, down), *saved
 
 
-def _memory_backward(
-    layer: LayerStep,
-    place: Place,
-    norms: tuple[Tensor, Tensor],
+def _backward(
     stream: Tensor,
-    hat: Tensor,
-    scale: Tensor,
-    query_in: Tensor,
-    query_hat: Tensor,
-    query_scale: Tensor,
-    queries: Tensor,
-    weights: Tensor,
-    recalled: Tensor,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Gradients of the stream before the attention to the memory, and of the weights of its norm and its queries'."""
-    of_heads = layer.memory_out.backward(stream, recalled)
-    of_queries = _attend_backward(of_heads, queries, weights, place.memory)
-    of_rotated = _rotate_backward(of_queries.transpose(1, 2)[:, :, None], place.rotation)
-    of_query, of_query_norm = _normalize_backward(of_rotated, query_hat, query_scale, norms[1])
-    of_normed = layer.memory_query.backward(of_query.flatten(2), query_in)
-    of_stream, of_norm = _normalize_backward(of_normed, hat, scale, norms[0])
-    return of_stream.add_(stream), (of_norm, of_query_norm)
+    saved: tuple[Tensor, ...],
+    matrices: tuple[Tensor, ...],
+    norms: _Norms,
+    rotation: Rotation,
+    window: _Entries,
+    of_window: _Entries,
+    memory: _Entries,
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], tuple[tuple[Tensor, Tensor], ...]]:
+    """Gradients of the stream before the layer, of the weights of its norms, and of what its products gave; and of the
+    memory's keys and values the two factors each.
 
+    Those of the window's keys and values are added to what others sent back, in place.
 
-def _window_backward(
-    layer: LayerStep,
-    place: Place,
-    norm: Tensor,
-    stream: Tensor,
-    hat: Tensor,
-    scale: Tensor,
-    heads_in: Tensor,
-    heads_hat: Tensor,
-    heads_scale: Tensor,
-    queries: Tensor,
-    weights: Tensor,
-    attended: Tensor,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Gradients of the stream before the window attention, and of the weights of its norm and its queries' and keys'."""
-    of_heads = layer.out_projection.backward(stream, attended)
-    of_queries = _attend_backward(of_heads, queries, weights, place.window)
-    of_keys, of_values = (_own_gradient(part, queries) for part in (place.window.keys, place.window.values))
+    Args:
+        stream: the gradient of the stream after the layer.
+        matrices: transposed.
+    """
+    in_projection, out_projection, query_projection, memory_out, gate_and_up_projection, down = matrices
+    dtype, kept = out_projection.dtype, _Saved(*saved)
+
+    of_down = stream.to(dtype)
+    of_down_in = multiply(of_down, down)
+    gate, up = kept.gate_and_up.chunk(2, dim=-1)
+    of_gate = torch.ops.aten.silu_backward.default(of_down_in * up, gate)
+    of_gate_and_up = torch.cat([of_gate, of_down_in * kept.opened], dim=-1)
+    of_normed = multiply(of_gate_and_up, gate_and_up_projection)
+    of_after, of_mlp_norm = _normalize_backward(of_normed, kept.mlp_hat, kept.mlp_scale, norms.mlp)
+    stream = of_after.add_(stream)
+
+    of_memory_out = stream.to(dtype)
+    of_heads = multiply(of_memory_out, memory_out)
+    of_queries, of_scores, of_heads = _attend_backward(of_heads, kept.memory_queries, kept.memory_weights, memory)
+    of_memory = ((of_scores, kept.memory_queries), (kept.memory_weights, of_heads))
+    of_rotated = _rotate_backward(of_queries.transpose(1, 2)[:, :, None], rotation)
+    of_query, of_query_norm = _normalize_backward(of_rotated, kept.query_hat, kept.query_scale, norms.memory_queries)
+    of_query = of_query.flatten(2).to(dtype)
+    of_normed = multiply(of_query, query_projection)
+    of_after, of_memory_norm = _normalize_backward(of_normed, kept.memory_hat, kept.memory_scale, norms.memory)
+    stream = of_after.add_(stream)
+
+    of_out = stream.to(dtype)
+    of_heads = multiply(of_out, out_projection)
+    of_queries, of_scores, of_heads = _attend_backward(of_heads, kept.queries, kept.weights, window)
+    _add_product(of_window.keys, of_scores, kept.queries)
+    _add_product(of_window.values, kept.weights, of_heads)
+    of_keys, of_values = (_own(gradient, stream.shape[1]) for gradient in of_window)
     of_both = torch.stack([of_queries.transpose(1, 2), of_keys.transpose(1, 2)], dim=2)
-    of_rotated = _rotate_backward(of_both, place.rotation)
-    of_projected, of_head_norms = _normalize_backward(of_rotated, heads_hat, heads_scale, layer.of_queries_and_keys)
-    of_all = torch.cat([of_projected.flatten(2), of_values.transpose(1, 2).flatten(2)], dim=-1)
-    of_normed = layer.in_projection.backward(of_all, heads_in)
-    of_stream, of_norm = _normalize_backward(of_normed, hat, scale, norm)
-    return of_stream.add_(stream), (of_norm, of_head_norms)
+    of_rotated = _rotate_backward(of_both, rotation)
+    of_projected, of_head_norms = _normalize_backward(of_rotated, kept.heads_hat, kept.heads_scale, norms.heads)
+    of_all = torch.cat([of_projected.flatten(2), of_values.transpose(1, 2).flatten(2)], dim=-1).to(dtype)
+    of_normed = multiply(of_all, in_projection)
+    of_before, of_window_norm = _normalize_backward(of_normed, kept.hat, kept.scale, norms.window)
+    of_norms = (of_window_norm, of_memory_norm, of_mlp_norm, of_head_norms[0], of_head_norms[1], of_query_norm)
+    of_products = (of_all, of_out, of_query, of_memory_out, of_gate_and_up, of_down)
+    return of_before.add_(stream), of_norms, of_products, of_memory
 
 
 class _Normed(NamedTuple):
@@ -228,10 +317,6 @@ class _Normed(NamedTuple):
     out: Tensor
     hat: Tensor
     scale: Tensor
-
-
-def _weight_and_eps(norm: nn.RMSNorm) -> tuple[Tensor, float | None]:
-    return norm.weight, norm.eps
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float | None) -> _Normed:
@@ -256,47 +341,46 @@ def _rotate_backward(gradient: Tensor, rotation: Rotation) -> Tensor:
     return torch.addcmul((gradient * sin).roll(gradient.shape[-1] // 2, dims=-1), gradient, cos)
 
 
-class _Attended(NamedTuple):
-    """out [B, S, D], ready for the projection that follows; weights [B, H, S, K]."""
-
-    out: Tensor
-    weights: Tensor
-
-
-def _attend(queries: Tensor, seen: Seen, projection: SharedWeight) -> _Attended:
-    scores = torch.matmul(queries, seen.keys.view().transpose(-1, -2)).mul_(queries.shape[-1] ** -0.5)
-    weights = (scores if seen.mask is None else scores.masked_fill_(~seen.mask, -torch.inf)).softmax(dim=-1)
-    heads = torch.matmul(weights, seen.values.view())
-    return _Attended(projection.ready(heads.transpose(1, 2).flatten(2)), weights)
+def _attend(queries: Tensor, seen: _Entries, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output [B, S, D], and the weights [B, H, S, K]."""
+    scores = _products(queries, seen.keys).mul_(queries.shape[-1] ** -0.5)
+    weights = (scores if mask is None else scores.masked_fill_(~mask, -torch.inf)).softmax(dim=-1)
+    return _sums(weights, seen.values).transpose(1, 2).flatten(2), weights
 
 
-def _attend_backward(gradient: Tensor, queries: Tensor, weights: Tensor, seen: Seen) -> Tensor:
-    """Gradient of the queries. Those of keys and values are added to what others sent back, in place."""
+def _attend_backward(
+    gradient: Tensor, queries: Tensor, weights: Tensor, seen: _Entries
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the queries, of the scores [B, H, S, K], and of the heads' outputs [B, H, S, E]."""
     of_heads = gradient.unflatten(-1, (queries.shape[1], -1)).transpose(1, 2).to(queries.dtype)
-    of_weights = torch.matmul(of_heads, seen.values.view().transpose(-1, -2))
+    of_weights = _products(of_heads, seen.values)
     mean = torch.linalg.vecdot(of_weights, weights).unsqueeze(-1)
     of_scores = (of_weights - mean).mul_(weights).mul_(queries.shape[-1] ** -0.5)
-    _add_product(seen.keys, of_scores, queries)
-    _add_product(seen.values, weights, of_heads)
-    return torch.matmul(of_scores, seen.keys.view())
+    return _sums(of_scores, seen.keys), of_scores, of_heads
 
 
-def _add_product(part: Part, weights: Tensor, rows: Tensor) -> None:
+def _add_product(total: Tensor, weights: Tensor, rows: Tensor) -> None:
     """Add weights^T rows to the gradient of a part; weights [B, H, S, K], rows [B, H, S, E]."""
-    assert part.gradient is not None
-    total = part.gradient.of(part.start, part.stop)
     if rows.shape[2] == 1:
         total.addcmul_(weights.transpose(-1, -2), rows)
     else:
-        total.add_(torch.matmul(weights.transpose(-1, -2), rows))
+        total.add_(_sums(weights.transpose(-1, -2), rows))
 
 
-def _own(seen: Part, queries: Tensor) -> Tensor:
-    """The storage of the step's own entries, the last of those seen, to be written."""
-    num_own = queries.shape[2]
-    return seen.storage.data.narrow(2, seen.stop - num_own, num_own)
+def _products(rows: Tensor, others: Tensor) -> Tensor:
+    """rows others^T: [B, H, S, E] and [B, H, K, E] to [B, H, S, K]."""
+    if torch.compiler.is_compiling():
+        return (rows[:, :, :, None] * others[:, :, None]).sum(dim=-1)
+    return torch.matmul(rows, others.transpose(-1, -2))
 
 
-def _own_gradient(seen: Part, queries: Tensor) -> Tensor:
-    assert seen.gradient is not None
-    return seen.gradient.of(seen.stop - queries.shape[2], seen.stop)
+def _sums(weights: Tensor, rows: Tensor) -> Tensor:
+    """weights rows: [B, H, S, K] and [B, H, K, E] to [B, H, S, E]."""
+    if torch.compiler.is_compiling():
+        return (weights[..., None] * rows[:, :, None]).sum(dim=-2)
+    return torch.matmul(weights, rows)
+
+
+def _own(entries: Tensor, num_own: int) -> Tensor:
+    """The step's own entries, the last of those seen."""
+    return entries.narrow(2, entries.shape[2] - num_own, num_own)
