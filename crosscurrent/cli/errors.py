@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from crosscurrent.training.signals import TerminatedError
+from crosscurrent.training.terminated import TerminatedError
 
 INTERRUPTED = 130  # as shells say it: 128, and the number of the signal
 USER_ERROR = 1  # 2 is typer's own, for wrong usage

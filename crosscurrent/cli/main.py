@@ -43,6 +43,7 @@ for command in (
     reproduce,
     report,
     bench,
+    scaling,
 ):
     app.command()(command)
 

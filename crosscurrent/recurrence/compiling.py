@@ -69,7 +69,7 @@ def compiled(function: Callable[..., Any], growing: Sequence[Tensor]) -> Callabl
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, options=eval(os.environ.get("CCOPTS","None")))
+    return torch.compile(function, options=eval(os.environ.get("CCOPTS", "None")))
 
 
 @functools.cache

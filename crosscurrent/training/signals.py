@@ -7,17 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-
-class TerminatedError(Exception):
-    """A signal ended a training; its checkpoint is written.
-
-    Attributes:
-        signal_number: of the signal.
-    """
-
-    def __init__(self, message: str, signal_number: int):
-        super().__init__(message)
-        self.signal_number = signal_number
+from crosscurrent.training.terminated import TerminatedError
 
 
 class StopOnSignal(TrainerCallback):
