@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from crosscurrent.data.tokenization import tokenizer_identity
@@ -177,7 +178,7 @@ class PreparedText:
         Raises:
             ValueError: one has changed.
         """
-        for shard in self._all_shards():
+        for shard in tqdm(self._all_shards(), desc="checksums", unit="shard", leave=False, delay=2):
             if sha256_of(self.folder / shard.file) != shard.sha256:
                 raise ValueError(f"{self.folder / shard.file} is damaged (another checksum): restore it, or {_AGAIN}.")
 
