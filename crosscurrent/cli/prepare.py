@@ -26,7 +26,8 @@ def prepare(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="smollm2-135m, a folder, an id on the Hugging Face hub, or new:SIZE, one of so many tokens made of these texts."
+            help="smollm2-135m, a folder, an id on the Hugging Face hub, or new:SIZE: one made of these texts, with so many "
+            "tokens."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the tokens. A folder that is not finished is gone on with.")],

@@ -364,7 +364,8 @@ class _Folder:
             self.closed = entries
         for path in self.path.glob(".*.partial-*"):  # of a process that was killed
             path.unlink()
-        damaged = next((number for number, entry in enumerate(self.closed) if not self._is_whole(entry)), None)
+        with tqdm(self.closed, desc="checking finished shards", leave=False, delay=2) as bar:
+            damaged = next((number for number, entry in enumerate(bar) if not self._is_whole(entry)), None)
         self._delete_from(len(self.closed) if damaged is None else damaged)
         self._write_progress()
 

@@ -1,7 +1,7 @@
 """Texts as token ids in memory-mapped files, as `crosscurrent prepare` writes them.
 
-A folder holds shards, the tokenizer, and `manifest.json`, which is written last. A shard holds whole documents: the token ids of all,
-one after another (uint16 or uint32), then how many tokens each has (int64); little-endian.
+A folder holds shards, the tokenizer, and `manifest.json`, which is written last. A shard holds whole documents: the token
+ids of all, one after another (uint16 or uint32), then how many tokens each has (int64); little-endian.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crosscurrent.data.tokenization import tokenizer_identity
@@ -178,7 +179,7 @@ class PreparedText:
         Raises:
             ValueError: one has changed.
         """
-        for shard in self._all_shards():
+        for shard in tqdm(self._all_shards(), desc="checksums", unit="shard", leave=False, delay=2):
             if sha256_of(self.folder / shard.file) != shard.sha256:
                 raise ValueError(f"{self.folder / shard.file} is damaged (another checksum): restore it, or {_AGAIN}.")
 

@@ -1,5 +1,6 @@
 """Where documents come from: files and folders, or a data set of the Hugging Face hub, in an order that never changes."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,8 +84,8 @@ class LocalFiles:
             self._names += [
                 path.name if file == path else str(Path(path.name, file.relative_to(path))) for file in found
             ]
-        resolved = [file.resolve() for file in self.files]
-        twice = [file for file, place in zip(self.files, resolved, strict=True) if resolved.count(place) > 1]
+        places = Counter(file.resolve() for file in self.files)
+        twice = [place for place, count in places.items() if count > 1]
         if twice:
             raise ValueError(f"{twice[0]} is given twice: its documents would be counted twice.")
 

@@ -71,7 +71,7 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
-        >>> _ = path.write_text('{"text": "one"}\n{"text": "two"}\n')
+        >>> _ = path.write_text('{"text": "one"}\\n{"text": "two"}\\n')
         >>> list(read_texts(path))
         ['one', 'two']
     """
