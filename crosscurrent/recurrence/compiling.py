@@ -21,13 +21,13 @@ def compiled_steps(on: bool = True) -> Iterator[None]:
     """Run an RLT's decoder, in the steps of `cc.Sequential`, as two compiled functions per layer: forward, and backward.
 
     A step has a few rows only, and much of its time goes to running about 150 small operations per layer one by one
-    (docs/speed.md). Off by default: compiling takes a minute or so at the first training step, and again when a second
-    length, batch size, dtype or kind of mask turns up; results differ from the plain code's in rounding. The environment
+    (docs/speed.md). Off by default: compiling takes half a minute or so at the first training step, and again when another
+    batch size, dtype or kind of mask turns up; results differ from the plain code's in rounding. The environment
     variable CROSSCURRENT_COMPILE=1 turns it on for a whole process.
 
-    The plain code runs all the same where a step sees fewer than two keys, and where nothing can be compiled, which a
-    warning tells: `torch.compile` needs a C++ compiler, and Triton on a GPU (where this has not been measured). Of other
-    models nothing is compiled.
+    The plain code runs all the same in a call's first and last step, in a window of one token, and where nothing can be
+    compiled, which a warning tells: `torch.compile` needs a C++ compiler, and Triton on a GPU (where this has not been
+    measured). Of other models nothing is compiled.
 
     The setting is the process's, not the thread's. A backward pass follows the forward pass it belongs to.
 
@@ -52,24 +52,30 @@ def compiles_steps(device: str) -> bool:
     return _is_on and not torch.compiler.is_compiling() and _can_compile(device)
 
 
-def compiled(function: Callable[..., Any], growing: Sequence[Tensor]) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], growing: Sequence[Tensor], masks: Sequence[Tensor | None] = ()
+) -> Callable[..., Any]:
     """A function of tensors, compiled; itself, where its arguments would need code of their own.
 
     Args:
         function: of this package's own, without state.
         growing: those of its arguments [B, H, K, E], parts of larger ones, of which K changes from step to step.
+        masks: those that are masks over them, [B or 1, 1, S, K].
     """
     # One key, or all there is room for, are special cases to the compiler: plain code is cheaper than two more compilations.
     if any(part.shape[2] < 2 or part.is_contiguous() for part in growing):
         return function
     for part in growing:
-        torch._dynamo.mark_dynamic(part, 2)
+        torch._dynamo.maybe_mark_dynamic(part, 2)
+    for mask in masks:
+        if mask is not None:
+            torch._dynamo.maybe_mark_dynamic(mask, 3)
     return _compiled(function)
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, options=eval(os.environ.get("CCOPTS", "None")))
+    return torch.compile(function)
 
 
 @functools.cache

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crosscurrent.experiments.bench.case import Case, Conditions, Ratio, Subject
+from crosscurrent.experiments.bench.case import Case, Conditions, Ratio, Subject, UnavailableError, Workload
 from crosscurrent.experiments.bench.workloads import loss_of, prefill, random_tokens, token_by_token, training_step
 from crosscurrent.models.rlt import RLTConfig, RLTForCausalLM
-from crosscurrent.recurrence import Jacobi, LastPasses, Sequential
+from crosscurrent.recurrence import Jacobi, LastPasses, Sequential, compiled_steps
+from crosscurrent.recurrence.compiling import compiles_steps
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "published": {},  # the defaults of RLTConfig
@@ -23,7 +24,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 VARIANTS: Mapping[str, int | None] = {"RLT-0": None, "RLT-1": 1, "RLT-2 (4)": 4}  # by feedback_interval
-LLAMA = "Llama"
+COMPILED, LLAMA = "RLT-1, compiled", "Llama"
 SEQUENTIAL, TO_ROUNDING = "prefill, Sequential", "prefill, Jacobi to 1e-6"
 
 
@@ -58,17 +59,32 @@ def _step_subjects(conditions: Conditions, figures: Mapping[str, Any]) -> list[S
     }
     makers[LLAMA] = lambda: make_llama(figures["model"], conditions.device)
 
-    def build(make: Any) -> Any:
+    def build(make: Any) -> Workload:
         model = make()
         ids = random_tokens(model.config.vocab_size, figures["batch_size"], figures["num_tokens"], conditions.device)
         return training_step(model, loss_of(model, ids), conditions)
 
-    return [Subject(name, lambda make=make: build(make)) for name, make in makers.items()]  # type: ignore[misc]
+    def build_compiled() -> Workload:
+        with compiled_steps():
+            if not compiles_steps(conditions.device):
+                raise UnavailableError("torch.compile fails here: it needs a C++ compiler")
+        plain = build(makers["RLT-1"])
+
+        def run() -> float:
+            with compiled_steps():
+                return plain.run()
+
+        return Workload(run, plain.model)
+
+    subjects = [Subject(name, lambda make=make: build(make)) for name, make in makers.items()]  # type: ignore[misc]
+    return [*subjects, Subject(COMPILED, build_compiled)] if figures["has_compiled"] else subjects
 
 
 def _step_ratios(figures: Mapping[str, Any]) -> list[Ratio]:
+    compiled = [Ratio(COMPILED, "RLT-0", at_most=1.30), Ratio(COMPILED, "RLT-1")] if figures["has_compiled"] else []
     return [
         Ratio("RLT-1", "RLT-0", at_most=1.30),
+        *compiled,
         Ratio("RLT-2 (4)", "RLT-0", at_most=1.12),
         Ratio("RLT-1", LLAMA),
         Ratio("RLT-1", "RLT-0", "memory"),
@@ -81,9 +97,9 @@ RLT_STEP = Case(
     summary="training step of RLT-1 and RLT-2 (4) against RLT-0 and a plain Transformer, without the optimizer",
     unit="step",
     sizes={
-        "tiny": {"batch_size": 2, "num_tokens": 5, "model": "tiny"},
-        "standard": {"batch_size": 32, "num_tokens": 40, "model": "published"},
-        "large": {"batch_size": 256, "num_tokens": 128, "model": "published"},
+        "tiny": {"batch_size": 2, "num_tokens": 5, "model": "tiny", "has_compiled": False},  # compiling takes a minute
+        "standard": {"batch_size": 32, "num_tokens": 40, "model": "published", "has_compiled": True},
+        "large": {"batch_size": 256, "num_tokens": 128, "model": "published", "has_compiled": True},
     },
     repeats=7,
     has_memory=True,

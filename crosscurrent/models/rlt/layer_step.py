@@ -86,9 +86,10 @@ class LayerStep:
         gates = [weight.gate for weight in self.weights]
         self._parameters = (*gates, *(norm.weight for norm in (*stream_norms, *head_norms)))
         of_queries_and_keys = torch.stack([norm.weight.detach() for norm in head_norms[:2]])[:, None]
-        self.norms = _Norms(*[norm.weight for norm in stream_norms], of_queries_and_keys, memory.q_norm.weight)
+        weights = [norm.weight for norm in stream_norms]
+        self.norms = _Norms._make([*weights, of_queries_and_keys, memory.q_norm.weight])
+        self.eps = _Norms._make([norm.eps for norm in (*stream_norms, attention.q_norm, memory.q_norm)])
         self.is_compiled = compiles_steps(attention.q_proj.weight.device.type)
-        self.eps = _Norms(*[norm.eps for norm in stream_norms], attention.q_norm.eps, memory.q_norm.eps)
 
     def __call__(self, stream: Tensor, keys: Entries, values: Entries, place: Place) -> tuple[Tensor, Entries, Entries]:
         """The stream [B, S, D] after the layer, and its entries with the step's own."""
@@ -124,7 +125,7 @@ class _Layer(torch.autograd.Function):
         matrices = tuple(weight.matrix() for weight in layer.weights)
         window, memory = _entries(place.window), _entries(place.memory)
         masks = place.window.mask, place.memory.mask
-        run = compiled(_forward, (*window, *memory)) if layer.is_compiled else _forward
+        run = compiled(_forward, (*window, *memory), masks) if layer.is_compiled else _forward
         stream, *saved = run(stream, matrices, layer.norms, layer.eps, place.rotation, window, memory, masks)
         ctx.layer, ctx.place = layer, place
         ctx.save_for_backward(*saved, *others[-6:])  # with the weights of the norms, so that changes are noticed
