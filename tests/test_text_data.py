@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import os
 import pickle
 from collections.abc import Callable
@@ -204,9 +205,7 @@ def test_streams_that_cannot_be(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(prepared: PreparedText, tmp_path: Path) -> Path:
     copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in prepared.folder.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(prepared.folder, copy)
     PreparedText(copy).verify()
     return copy
 

@@ -7,6 +7,7 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers import logging as transformers_logging
 
 from crosscurrent.cli.bench import bench
+from crosscurrent.cli.consolidate import consolidate
 from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
 from crosscurrent.cli.evaluate import evaluate
@@ -41,6 +42,7 @@ for command in (
     recipes,
     train,
     reproduce,
+    consolidate,
     report,
     bench,
     scaling,

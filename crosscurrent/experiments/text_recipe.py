@@ -152,7 +152,7 @@ class TextRecipe(Settings):
             )
         if self.evaluation.gap_rows and not isinstance(self.model, RLTRecipe | T2MLRRecipe):
             raise ValueError("evaluation.gap_rows has no effect on a model without recurrence: set it to 0.")
-        if self.evaluation.gap_length > self.data.sequence_length:
+        if self.evaluation.gap_rows and self.evaluation.gap_length > self.data.sequence_length:
             raise ValueError(
                 f"evaluation.gap_length={self.evaluation.gap_length} is above "
                 f"data.sequence_length={self.data.sequence_length}."
