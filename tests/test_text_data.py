@@ -100,6 +100,7 @@ def test_cut_documents_are_counted(prepared: PreparedText) -> None:
 def test_labels_leave_out_what_nothing_predicts(prepared: PreparedText) -> None:
     for row in PackedRows(prepared, "train", 16, seed=3):
         real = row["attention_mask"] == 1
+        assert row["segment_ids"][0] == 0 and real[0]
         new = torch.diff(row["segment_ids"], prepend=torch.tensor([-1])) != 0
         assert torch.equal(row["labels"], torch.where(real & ~new, row["input_ids"], -100))
         ends = (row["input_ids"] == EOS) & real
