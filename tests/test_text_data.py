@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import shutil
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

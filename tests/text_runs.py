@@ -1,22 +1,29 @@
-"""Runs on text of seconds, for tests: what several processes do is at the end.
+"""Runs on text of seconds, for tests; as a program: those in several processes, and those that are killed.
 
-torchrun --nproc-per-node 2 --standalone -m tests.text_runs FOLDER TEXT
+python -m tests.text_runs FOLDER TEXT
 """
 
+import json
+import os
 import random
-import shutil
+import signal
+import socket
 import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
 
 from crosscurrent.data.prepare import prepare
 from crosscurrent.data.sources import open_source
 from crosscurrent.experiments.settings import merge, validated
 from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.experiments.text_run import run_text
+from crosscurrent.training.terminated import TerminatedError
 from tests.tiny_texts import ending_tokenizer, write_jsonl
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,39 +69,96 @@ def tiny_text_recipe(text: Path, model: str = "t2mlr", /, **changes: Any) -> Tex
     return validated(TextRecipe, values, "tiny")
 
 
-def several(folder: Path, text: Path) -> None:
-    """Each case in two processes: plain, in shards, and stopped and gone on with in shards."""
+def do(recipe: TextRecipe, path: Path, num_processes: int = 1, while_it_runs: Any = None) -> list[int]:
+    """Do a run in processes of its own, as torchrun starts them, which need not import anything again.
+
+    Args:
+        while_it_runs: called with the numbers of the processes.
+
+    Returns:
+        Their exit codes; minus a signal's number if that ended one.
+    """
+    port, pids = _free_port(), []
+    for rank in range(num_processes):
+        pid = os.fork()
+        if pid == 0:
+            _be(rank, num_processes, port, lambda: run_text(recipe, path))
+        pids.append(pid)
+    if while_it_runs is not None:
+        while_it_runs(pids)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _be(rank: int, num_processes: int, port: int, work: Callable[[], object]) -> None:
+    if num_processes > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    code = 1
+    try:
+        work()
+        code = 0
+    except TerminatedError as error:
+        code = 128 + error.signal_number
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def after_steps(path: Path, count: int, pids: list[int], which: list[int], number: int) -> None:
+    """Send a signal to some processes when so many steps are in the metrics file."""
+    metrics = path / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count('"loss"') < count:
+        if any(os.waitpid(pid, os.WNOHANG)[0] for pid in pids[:1]):
+            raise AssertionError("it ended by itself")
+        time.sleep(0.01)
+    for index in which:
+        os.kill(pids[index], number)
+
+
+def killed_while_saving(recipe: TextRecipe, path: Path) -> list[int]:
+    """A process that kills itself when half of the optimizer's state of step 4 is written."""
+
+    def half(state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        whole(state, file, *args, **kwargs)
+        if str(file).endswith("checkpoint-4/optimizer.pt"):
+            os.truncate(file, os.path.getsize(file) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    whole = torch.save
+    torch.save = half  # type: ignore[assignment]
+    try:
+        return do(recipe, path)
+    finally:
+        torch.save = whole
+
+
+def main(folder: Path, text: Path) -> None:
+    """All cases, each in a folder of its own; exit codes by case in codes.json."""
     torch.set_num_threads(1)
-    for model in ("t2mlr", "rlt"):
-        for sharding in ("none", "fsdp2"):
-            alone_again()
-            run_text(tiny_text_recipe(text, model, training={"sharding": sharding}), folder / f"{model}-{sharding}")
-    path = folder / "t2mlr-fsdp2-again"
-    recipe = tiny_text_recipe(text, training={"sharding": "fsdp2"})
-    if int(PROCESS["RANK"]) == 0:
-        shutil.copytree(folder / "t2mlr-fsdp2", path)
-        undo(path, 6)
-    alone_again()
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()  # the folder is there
-    run_text(recipe, path)
-
-
-def undo(path: Path, step: int) -> None:
-    """Make a finished run one that was killed while it wrote the checkpoint of a step."""
-    (path / "result.json").unlink()
-    shutil.rmtree(path / "model")
-    (path / "checkpoints" / f"checkpoint-{step}" / "complete").unlink()
-
-
-def alone_again() -> None:
-    """Forget the group of processes that the run before has left."""
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
+    plain, sharded = (tiny_text_recipe(text, training={"sharding": kind}) for kind in ("none", "fsdp2"))
+    rlt = tiny_text_recipe(text, "rlt", training={"sharding": "fsdp2"})
+    codes: dict[str, list[int]] = {}
+    for name, recipe in {"ddp": plain, "fsdp2": sharded, "rlt-fsdp2": rlt}.items():
+        codes[name] = do(recipe, folder / name, 2)
+    for name, recipe, count in (("killed", plain, 1), ("fsdp2-killed", sharded, 2)):
+        path = folder / name
+        kill = partial(after_steps, path, 3, which=list(range(count)), number=signal.SIGKILL)
+        codes[name] = do(recipe, path, count, kill) + do(recipe, path, count)
+    path = folder / "killed-while-saving"
+    codes[path.name] = killed_while_saving(plain, path) + do(plain, path)
+    path = folder / "terminated"
+    codes[path.name] = do(plain, path, 2, partial(after_steps, path, 3, which=[1], number=signal.SIGTERM))
+    codes["gone-on-alone"] = do(plain, path, 1)
+    (folder / "codes.json").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
-    import os
-
-    PROCESS = os.environ
-    several(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

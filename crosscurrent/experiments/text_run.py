@@ -29,6 +29,7 @@ from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps,
 from crosscurrent.training.liger import apply_liger_kernel
 from crosscurrent.training.monitoring import TrainDecodeGap
 from crosscurrent.training.optimization import fusion_optimizer
+from crosscurrent.training.sharding import shard
 from crosscurrent.training.signals import StopOnSignal
 from crosscurrent.training.text_trainer import TextTrainer
 from crosscurrent.training.throughput import Throughput
@@ -100,18 +101,23 @@ def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
         "adam_beta2": training.adam_beta2,
         "torch_compile": training.torch_compile,
         "dataloader_num_workers": recipe.data.num_workers,
+        # Where no token of a microbatch reads a state, which short documents may bring about, the fusion goes unused.
+        "ddp_find_unused_parameters": isinstance(recipe.model, T2MLRRecipe),
     }
+    is_new = "activation_checkpointing" in {
+        field.name for field in fields(TrainingArguments)
+    }  # transformers renamed it
     if training.gradient_checkpointing:
-        names = {field.name for field in fields(TrainingArguments)}  # which transformers renamed
-        more["activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"] = True
+        more["activation_checkpointing" if is_new else "gradient_checkpointing"] = True
     if training.sharding == "fsdp2":
         if num_processes() == 1:
             raise ValueError(
                 "training.sharding=fsdp2 divides a model over several processes, and there is one: start it with torchrun, "
                 "or set training.sharding=none."
             )
-        more["fsdp"] = "full_shard auto_wrap"
-        more["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+        more["fsdp"] = True if is_new else "full_shard"
+        config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "auto_wrap_policy": "NO_WRAP"}  # see training/sharding
+        more["fsdp_config"] = config
     return training_arguments(training, folder, recipe.seed, **more)
 
 
@@ -163,9 +169,12 @@ class _Run:
         if training.liger_kernel:
             base = model.config.base_config if isinstance(recipe.model, T2MLRRecipe) else model.config
             apply_liger_kernel(model, base.model_type)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.precision]
+        throughput = Throughput(model, training.batch_size, recipe.data.sequence_length, num_processes(), dtype)
         feedback = Feedback(recipe.curriculum, recipe.model, model)
         is_recurrent = isinstance(recipe.model, T2MLRRecipe | RLTRecipe)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.precision]
+        if training.sharding == "fsdp2":
+            shard(model, dtype)
         more: dict[str, Any] = {}
         if isinstance(recipe.model, T2MLRRecipe):  # so that its scalars do not decay
             rate = training.fusion_learning_rate or training.learning_rate
@@ -175,7 +184,7 @@ class _Run:
             validation=self.text.validation_rows,
             validation_solver=None if recipe.evaluation.solver is None else solver_from_dict(recipe.evaluation.solver),
             guard=recipe.guard.guard(),
-            throughput=Throughput(model, training.batch_size, recipe.data.sequence_length, num_processes(), dtype),
+            throughput=throughput,
             restore=feedback.restore,
             args=self.arguments,
             train_dataset=self.text.train_rows,
