@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 import crosscurrent as cc
+from crosscurrent.experiments.bench import Conditions, run_case
+from crosscurrent.experiments.bench.rlt import RLT_STEP
 from crosscurrent.recurrence import compiling
 from tests.subjects import gradients, largest_difference, make_rlt, token_ids
 from tests.test_steps import padded_batch
@@ -145,3 +148,13 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiling.VARIABLE, "yes")
     with pytest.raises(ValueError, match="CROSSCURRENT_COMPILE='yes' is not allowed: give 1"):
         compiling._from_environment()
+
+
+@pytest.mark.parametrize("counts", [None], indirect=True)
+def test_the_row_of_the_benchmark(counts: Counts) -> None:
+    figures = {**RLT_STEP.sizes["tiny"], "has_compiled": True}
+    case = replace(RLT_STEP, sizes={"tiny": figures})
+    result = run_case(case, Conditions(size="tiny"), repeats=1, with_memory=False)
+    assert {ratio["over"] for ratio in result["ratios"] if ratio["median"]} >= {"RLT-1, compiled", "RLT-1"}
+    # One layer, a warm-up and a round, and three of five columns.
+    assert counts == {"_forward": 2 * 3, "_backward": 2 * 3}
