@@ -116,7 +116,11 @@ def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
                 "or set training.sharding=none."
             )
         more["fsdp"] = True if is_new else "full_shard"
-        config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "auto_wrap_policy": "NO_WRAP"}  # see training/sharding
+        config = {
+            "version": 2,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "auto_wrap_policy": "NO_WRAP",
+        }  # see training/sharding
         more["fsdp_config"] = config
     return training_arguments(training, folder, recipe.seed, **more)
 

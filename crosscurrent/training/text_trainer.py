@@ -5,6 +5,7 @@ Shapes: B rows, T tokens.
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import nested_gather
 
 from crosscurrent.models.outputs import IGNORED
@@ -51,6 +53,7 @@ class TextTrainer(RunTrainer):
         self._step_loss: Tensor | None = None
         self._extra: dict[str, float] = {}
         self._num_skipped = 0
+        self.add_callback(_AtBegin(self.restore_optimizer))
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers; accelerate takes shards for GPUs only, and here they are for CPUs too."""
@@ -63,6 +66,24 @@ class TextTrainer(RunTrainer):
             plugin.set_mixed_precision(state.mixed_precision)
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
         self.is_fsdp_enabled = True
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self._optimized = [list(group["params"]) for group in optimizer.param_groups]
+        return optimizer
+
+    def restore_optimizer(self) -> None:
+        """Give the optimizer the parameters that it was made with.
+
+        accelerate puts parameters into it by the address of their memory, and those that are empty on this process, as a
+        scalar's shards are on all but one, have none to tell them apart.
+        """
+        for group, parameters in zip(self.optimizer.param_groups, self._optimized, strict=True):
+            group["params"][:] = parameters
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.restore_optimizer()
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         self.throughput.start()
@@ -148,3 +169,13 @@ class TextTrainer(RunTrainer):
             rows = [self.validation[index] for index in range(start, min(start + size, num_rows))]
             shares.append((rows, number < len(starts)))
         return shares
+
+
+class _AtBegin(TrainerCallback):
+    """Calls something when everything is ready to train."""
+
+    def __init__(self, what: Callable[[], None]):
+        self.what = what
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.what()
