@@ -63,10 +63,14 @@ def prepared_text(folder: Path) -> Path:
     return output
 
 
+def tiny_text_values(text: Path, model: dict[str, Any], /, **changes: Any) -> dict[str, Any]:
+    """A recipe of six steps as plain values."""
+    return merge(_SMALL, {"data": {"prepared": str(text)}, "model": model}, changes)
+
+
 def tiny_text_recipe(text: Path, model: str = "t2mlr", /, **changes: Any) -> TextRecipe:
     """A recipe of six steps."""
-    values = merge(_SMALL, {"data": {"prepared": str(text)}, "model": MODELS[model]}, changes)
-    return validated(TextRecipe, values, "tiny")
+    return validated(TextRecipe, tiny_text_values(text, MODELS[model], **changes), "tiny")
 
 
 def do(recipe: TextRecipe, path: Path, num_processes: int = 1, while_it_runs: Any = None) -> list[int]:
