@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import LlamaForCausalLM
 
@@ -20,6 +21,7 @@ from crosscurrent.experiments.study import (
     recipe_names,
     shipped_studies,
 )
+from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.tasks import get_task
 from tests.recipes import MODELS, study_defaults, tiny_recipe, tiny_values
 
@@ -235,6 +237,10 @@ def test_shipped_studies_are_whole(name: str) -> None:
     _, found = find_study(name)
     runs = found.plan(name)
     assert found.seeds == (42, 43, 44)
+    assert {f"{name}/{run.task}/{run.model}" for run in runs} <= set(recipe_names())
+    if name.startswith("text/"):
+        assert all(isinstance(run.recipe, TextRecipe) for run in runs)
+        return
     assert {run.recipe.task.name for run in runs} >= {
         "parity",
         "s5_standard",
@@ -244,7 +250,6 @@ def test_shipped_studies_are_whole(name: str) -> None:
         "addition",
     }
     assert all(run.recipe.data_seeds.train == 20260914 for run in runs)
-    assert {f"{name}/{run.task}/{run.model}" for run in runs} <= set(recipe_names())
 
 
 def test_the_paper_recipes_have_the_published_sizes() -> None:
@@ -260,6 +265,23 @@ def test_the_paper_recipes_have_the_published_sizes() -> None:
     assert find_recipe("rlt/paper/mod5_flat/rlt-0", {})[1].training.max_steps == 5000
     assert isinstance(build_model(find_recipe("rlt/mini/parity/transformer", {})[1]), LlamaForCausalLM)
     assert isinstance(build_model(find_recipe("rlt/mini/parity/t2mlr", {})[1]), cc.T2MLRForCausalLM)
+
+
+@pytest.mark.parametrize(("shape", "layers"), [("135m", "12-18"), ("360m", "13-19"), ("1b", "6-9")])
+def test_the_pretraining_recipes_are_the_published_ones(shape: str, layers: str) -> None:
+    """Hyperparameters as the T2MLR paper gives them, and a baseline with as many parameters."""
+    sizes = {}
+    for model in ("baseline", "baseline-matched", f"t2mlr-{layers}"):
+        _, recipe = find_recipe(f"text/{shape}/fineweb_edu/{model}")
+        training = recipe.training
+        assert recipe.data.sequence_length * training.batch_size * training.max_steps == pytest.approx(10e9, rel=1e-4)
+        assert (training.learning_rate, training.adam_beta2, training.weight_decay) == (6e-4, 0.98, 0.01)
+        assert training.min_learning_rate == pytest.approx(1e-3 * training.learning_rate)
+        assert training.warmup_steps == pytest.approx(0.05 * training.max_steps, rel=1e-3)
+        with torch.device("meta"):
+            sizes[model] = recipe.model.build(recipe.model.vocab_size).num_parameters()
+    assert sizes["baseline-matched"] == pytest.approx(sizes[f"t2mlr-{layers}"], rel=1e-3)
+    assert recipe.model.solver == {"name": "jacobi", "iterations": 16, "backward_iterations": 4}
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral", "gemma", "mamba"])

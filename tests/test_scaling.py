@@ -189,11 +189,15 @@ def test_more_gpus_share_the_work_and_the_state() -> None:
         assert estimated.communication(layout) > 0 == estimated.communication(alone)
 
 
-def test_passes_of_the_range_cost_gathers_under_sharding_only() -> None:
-    ddp, fsdp = Layout("DDP", 8, 1, 1, 32, False), Layout("FSDP2", 8, 8, 1, 32, False)
-    default, published = estimate("7b", 1, 8), estimate("7b", 2, 8)
-    assert default.communication(ddp) == published.communication(ddp)
-    assert default.communication(fsdp) < published.communication(fsdp)
+def test_passes_of_the_range_gather_nothing_again() -> None:
+    """The weights of the recurrence are gathered once per step, so they are sent less often than the base's, and stay."""
+    base, default, published = (estimate("7b", number, 8) for number in (0, 1, 2))
+    for layout in (Layout("DDP", 8, 1, 1, 32, False), Layout("FSDP2", 8, 8, 1, 32, False)):
+        assert default.communication(layout) == published.communication(layout)
+    sharded = Layout("FSDP2", 8, 8, 1, 32, False)
+    grown = default.subject.num_parameters / base.subject.num_parameters
+    assert default.communication(sharded) < grown * base.communication(sharded)
+    assert default.memory(sharded) > grown * base.memory(sharded)
 
 
 def test_dependent_steps_do_not_get_shorter_with_more_gpus_but_fewer_with_sweeps() -> None:

@@ -21,7 +21,7 @@ from crosscurrent.data.batches import collate_rows, collate_rows_for_attention
 from crosscurrent.data.packing import packed_row
 from crosscurrent.data.shards import PreparedText
 from crosscurrent.experiments.consolidation import consolidate
-from crosscurrent.experiments.kinds import load_recipe, recipe_of
+from crosscurrent.experiments.kinds import load_recipe, recipe_of, run_any
 from crosscurrent.experiments.text_of_run import build_text_model
 from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.experiments.text_run import TextRunFolder, run_text
@@ -316,14 +316,14 @@ def test_what_is_refused(model: str, changes: dict[str, Any], message: str, text
 def test_models_that_carry_over_documents_are_refused(model_type: str, text: Path, tmp_path: Path) -> None:
     model = {"architecture": "transformers", "model_type": model_type}
     with pytest.raises(ValueError, match=r"reaches the next one|position_ids|do not make a model"):
-        run_text(recipe_of(tiny_text_values(text, model), "x"), tmp_path / "run")
+        run_any(recipe_of(tiny_text_values(text, model), "x"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_other_bad_input(text: Path, tmp_path: Path, whole: Path) -> None:
     values = tiny_text_values(text, MODELS["t2mlr"])
     with pytest.raises(ValueError, match="is no folder of prepared text"):
-        run_text(recipe_of(gone(values, tmp_path), "x"), tmp_path / "run")
+        run_any(recipe_of(gone(values, tmp_path), "x"), tmp_path / "run")
     with pytest.raises(ValueError, match="an lstm carries its state over"):
         recipe_of(tiny_text_values(text, {"architecture": "lstm"}), "x")
     with pytest.raises(ValueError, match="either a task or data"):

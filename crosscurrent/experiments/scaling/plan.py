@@ -115,7 +115,8 @@ class Estimate:
         head = 2 * GATHERED * self.head_size
         in_layers = GATHERED * (self.subject.num_parameters - self.head_size) / layers
         gathered = head + LAYERS_AT_ONCE * in_layers + GATHERED * self.kept_gathered
-        gradients = GRADIENT / GATHERED * (head + in_layers)  # of what runs, before they are scattered
+        # Of what runs, before they are scattered.
+        gradients = GRADIENT / GATHERED * (head + in_layers) + GRADIENT * self.kept_gathered
         return state / layout.num_shards + gathered + gradients + whole.transient
 
     @property
@@ -129,8 +130,9 @@ class Estimate:
 
     @property
     def kept_gathered(self) -> float:
-        """Weights that stay gathered through a step: a range that runs for every token cannot be fetched each time."""
-        return self.subject.range_share * self.subject.num_parameters if self.is_stepped else 0.0
+        """Weights that stay gathered through a step: those of the recurrence (see training/sharding.py)."""
+        is_recurrent = self.subject.kind.solver is not None
+        return self.subject.range_share * self.subject.num_parameters if is_recurrent else 0.0
 
     def compute(self, layout: Layout) -> float:
         again = self.recomputed if layout.checkpointing else 1.0
@@ -164,7 +166,7 @@ class Estimate:
         reduced = 2 * GRADIENT * size / layout.num_shards
         if layout.num_shards == 1:
             return reduced * _ring(layout.num_used) / self.link(layout.num_used)
-        gathers = 2 * GATHERED * size * (1 + self.gathers_again) * _ring(layout.num_shards)
+        gathers = GATHERED * (2 * size - self.kept_gathered) * _ring(layout.num_shards)  # forward, and backward again
         scattered = GRADIENT * size * _ring(layout.num_shards)
         collectives = 3 * self.subject.model.config.num_hidden_layers
         hops = collectives * (layout.num_shards - 1) * self.assumptions.hop_latency
@@ -172,16 +174,6 @@ class Estimate:
         num_copies = layout.num_used // layout.num_shards
         across = self.gpu.between_nodes * self.assumptions.link_efficiency
         return seconds + (reduced * _ring(num_copies) / across if num_copies > 1 else 0.0)
-
-    @property
-    def gathers_again(self) -> float:
-        """How often, relative to one gather of all weights in each direction, passes of the range fetch them anew."""
-        if self.is_stepped or self.subject.kind.solver is None:
-            return 0.0
-        passes = self.passes
-        forward = passes.unfused + passes.constant + passes.differentiated - 1
-        backward = passes.adjoint + passes.differentiated - 1
-        return self.subject.range_share * (forward + backward) / 2
 
     def link(self, group: int) -> float:
         """Bytes per second at which a ring over a group of GPUs moves: a node's cards work side by side."""
