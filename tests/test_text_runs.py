@@ -234,6 +234,7 @@ def broken_step(step: int | None, what: float) -> Callable[..., Any]:
     def training_step(self: TextTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = original(self, *args, **kwargs)
         if step in (None, self.state.global_step + 1):
+            assert self.model is not None
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(what)

@@ -78,6 +78,7 @@ class TextTrainer(RunTrainer):
         accelerate puts parameters into it by the address of their memory, and those that are empty on this process, as a
         scalar's shards are on all but one, have none to tell them apart.
         """
+        assert self.optimizer is not None
         for group, parameters in zip(self.optimizer.param_groups, self._optimized, strict=True):
             group["params"][:] = parameters
 
