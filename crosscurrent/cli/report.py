@@ -12,15 +12,23 @@ def report(
 ) -> None:
     """Show runs side by side: one page, figures and tables.
 
-    Writes report.html, which needs nothing but itself, figures/ (PNG and SVG) and tables/ (CSV and JSON). Runs that are
-    not finished are named and left out of the tables.
+    Of tasks: writes report.html, which needs nothing but itself, figures/ (PNG and SVG) and tables/ (CSV and JSON). Of
+    text: validation loss against tokens and against seconds (PNG, SVG, CSV), and a table (Markdown). Runs that are not
+    finished are left out.
 
     \b
     Example: crosscurrent report runs/rlt-mini -o report
     """
     from crosscurrent.experiments.aggregate import collect
     from crosscurrent.experiments.report import write_report
+    from crosscurrent.experiments.text_report import read_text_runs, text_folders, write_text_report
 
+    on_text = text_folders(runs)
+    if on_text:
+        found = read_text_runs(on_text)
+        files = write_text_report(found, output)
+        typer.echo(f"{len(found)} finished runs of {len(on_text)}\nWritten: {', '.join(map(str, files))}")
+        return
     collection = collect(runs)
     written = write_report(collection, output)
     typer.echo(
