@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -118,6 +118,19 @@ def trained(model: Any, folder: Path, rows: Dataset[Any] | None = None, **change
 
 def weights(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_buckets_of_lengths_save_columns(tmp_path: Path) -> None:
+    """Rows of two lengths by turns: sorted into buckets by Trainer, most batches have no padding, and every row comes once."""
+    rows, columns = Rows([3, 12] * 80), {}
+    for strategy in ("sequential", "group_by_length"):
+        args = arguments(tmp_path, train_sampling_strategy=strategy, per_device_train_batch_size=4)
+        loader = Trainer(nn.Linear(1, 1), args, train_dataset=rows, data_collator=padded).get_train_dataloader()
+        batches = list(loader)
+        assert sum(int(batch["attention_mask"].sum()) for batch in batches) == 80 * (3 + 12)
+        columns[strategy] = sum(batch["labels"].shape[1] for batch in batches)
+    assert columns["sequential"] == 40 * 12
+    assert columns["group_by_length"] < 0.75 * columns["sequential"]
 
 
 # Learning rates

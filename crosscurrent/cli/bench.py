@@ -80,7 +80,10 @@ def bench(
         width = max(map(len, CASES))
         typer.echo("\n".join(f"{name:<{width}}  {case.summary}" for name, case in CASES.items()))
         return
-    chosen = list(CASES.values()) if run_all else [find_case(name) for name in cases or []]
+    try:
+        chosen = list(CASES.values()) if run_all else [find_case(name) for name in cases or []]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     conditions = Conditions(size.value, dtype.value, _device(device), threads)
     try:
         if profile:
