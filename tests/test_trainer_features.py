@@ -124,7 +124,8 @@ def test_buckets_of_lengths_save_columns(tmp_path: Path) -> None:
     """Rows of two lengths by turns: sorted into buckets by Trainer, most batches have no padding, and every row comes once."""
     rows, columns = Rows([3, 12] * 80), {}
     for strategy in ("sequential", "group_by_length"):
-        args = arguments(tmp_path, train_sampling_strategy=strategy, per_device_train_batch_size=4)
+        settings = {"per_device_train_batch_size": 4, "remove_unused_columns": False}
+        args = arguments(tmp_path, train_sampling_strategy=strategy, **settings)
         loader = Trainer(nn.Linear(1, 1), args, train_dataset=rows, data_collator=padded).get_train_dataloader()
         batches = list(loader)
         assert sum(int(batch["attention_mask"].sum()) for batch in batches) == 80 * (3 + 12)
