@@ -121,7 +121,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def test_buckets_of_lengths_save_columns(tmp_path: Path) -> None:
-    """Rows of two lengths by turns: sorted into buckets by Trainer, most batches have no padding, and every row comes once."""
+    """Rows of two lengths by turns: in Trainer's buckets most batches have no padding, and every row comes once."""
     rows, columns = Rows([3, 12] * 80), {}
     for strategy in ("sequential", "group_by_length"):
         settings = {"per_device_train_batch_size": 4, "remove_unused_columns": False}
