@@ -192,6 +192,20 @@ def run_cli() -> Callable[..., Any]:
     return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
+def test_runs_side_by_side(whole: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    shutil.copytree(whole, tmp_path / "runs" / "t2mlr" / "seed-5")
+    shutil.copytree(whole, tmp_path / "runs" / "begun" / "seed-5", ignore=shutil.ignore_patterns("result.json"))
+    done = run_cli("report", str(tmp_path / "runs"), "--output", str(tmp_path / "report"))
+    assert done.exit_code == 0 and "1 finished runs of 2" in done.output
+    assert (tmp_path / "report" / "curves.png").stat().st_size > 10_000
+    table = (tmp_path / "report" / "table.md").read_text()
+    assert f"{TextRunFolder(whole).result()['validation_loss']:.4f}" in table and "| t2mlr |" in table
+    points = (tmp_path / "report" / "curves.csv").read_text().splitlines()
+    assert [line.split(",")[:3] for line in points[1:]] == [["t2mlr", "5", "360"], ["t2mlr", "5", "720"]]
+    shutil.rmtree(tmp_path / "runs" / "t2mlr")
+    assert run_cli("report", str(tmp_path / "runs"), "--output", str(tmp_path / "none")).exit_code == 1
+
+
 @pytest.mark.parametrize("model", ["rlt", "t2mlr"])
 def test_curricula_and_the_gap(model: str, text: Path, tmp_path: Path) -> None:
     curriculum = {"feedback_interval": {"steps": [[0, 4], [3, 1]]}}

@@ -93,7 +93,7 @@ def write_text_report(runs: Sequence[TextRun], output: Path) -> list[Path]:
     write_whole(output / "table.md", "\n".join(lines) + "\n")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "seed", "step_tokens", "seconds", "validation_loss"])
+    writer.writerow(["model", "seed", "tokens", "seconds", "validation_loss"])
     for run in runs:
         for values in zip(run.tokens, run.seconds, run.losses, strict=True):
             writer.writerow([run.model, run.seed, values[0], f"{values[1]:.1f}", f"{values[2]:.5f}"])
