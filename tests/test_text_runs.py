@@ -159,7 +159,51 @@ def test_how_processes_end(others: Path) -> None:
         "killed-while-saving": [-9, 0],
         "terminated": [143, 143],  # one got the signal, both ended well
         "gone-on-alone": [0],
+        "terminated-with-workers": [143],
+        "rare-none": [0, 0],
+        "rare-fsdp2": [0, 0],
     }
+
+
+def test_processes_with_unlike_documents(text: Path, others: Path, tmp_path: Path) -> None:
+    """On some microbatches no token reads a state, so that the carry would be left out by one process alone."""
+    curriculum = {"feedback_interval": {"steps": [[0, 12], [5, 1]]}}
+    recipe = tiny_text_recipe(text, "t2mlr-sequential", training={"microbatch_size": 1}, curriculum=curriculum)
+    run_text(recipe, tmp_path / "one")
+    for kind in ("none", "fsdp2"):
+        assert_close(others / f"rare-{kind}", tmp_path / "one", 1e-5)
+
+
+def test_nothing_is_lost_between_the_last_checkpoint_and_the_model(
+    text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_text_recipe(text, training={"keep_checkpoints": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("crosscurrent.experiments.text_run.save_model", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            run_text(recipe, tmp_path / "run")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    run_text(recipe, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics  # no step was made again
+    assert_equal(tmp_path / "run", whole)
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_another_text_in_the_same_place_is_noticed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(text, tmp_path / "tokens")
+    recipe = tiny_text_recipe(tmp_path / "tokens")
+    with monkeypatch.context() as patch:
+        patch.setattr("crosscurrent.experiments.text_run.save_model", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            run_text(recipe, tmp_path / "run")
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "other").mkdir()
+    shutil.copytree(prepared_text(tmp_path / "other", seed=2), tmp_path / "tokens")
+    with pytest.raises(ValueError, match="was begun with other versions .text "):
+        run_text(recipe, tmp_path / "run")
 
 
 def test_told_to_end_it_goes_on_with_fewer_processes(whole: Path, others: Path) -> None:
@@ -252,7 +296,7 @@ def broken_step(step: int | None, what: float) -> Callable[..., Any]:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(what)
-            self._step_loss = loss * what
+            return loss * what
         return loss
 
     return training_step
@@ -269,6 +313,7 @@ def test_a_bad_step_is_skipped_or_stops(
     assert result is not None and result["num_skipped_steps"] == 1
     rows = {row["step"]: row for row in TextRunFolder(tmp_path / "skip").metrics.rows() if "loss" in row}
     assert [step for step, row in rows.items() if SKIPPED in row] == [5]
+    assert math.isfinite(rows[6]["loss"]) and not math.isclose(rows[5]["loss"], rows[6]["loss"])
     assert "step 5 is skipped" in capsys.readouterr().err
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(tmp_path / "skip").values())
     monkeypatch.setattr(TextTrainer, "training_step", broken_step(5, what))

@@ -34,6 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_end": 2,
         "solver": {"name": "jacobi", "iterations": 3, "backward_iterations": 2},
     },
+    "t2mlr-sequential": {
+        "architecture": "t2mlr",
+        "layer_start": 1,
+        "layer_end": 2,
+        "solver": {"name": "sequential"},
+    },
     "rlt": {"architecture": "rlt", "num_decoder_layers": 1, "sliding_window": 5},
 }
 _SMALL: dict[str, Any] = {
@@ -53,9 +59,9 @@ _SMALL: dict[str, Any] = {
 }
 
 
-def prepared_text(folder: Path) -> Path:
+def prepared_text(folder: Path, seed: int = 1) -> Path:
     """Documents of words that go on from each other, some longer than a row."""
-    source = random.Random(1)
+    source = random.Random(seed)
     texts = [" ".join(source.choices(["one", "two", "three"], k=source.randint(1, 9))) for _ in range(120)]
     file = write_jsonl(folder / "texts.jsonl", texts)
     output = folder / "tokens"
@@ -86,6 +92,7 @@ def do(recipe: TextRecipe, path: Path, num_processes: int = 1, while_it_runs: An
     for rank in range(num_processes):
         pid = os.fork()
         if pid == 0:
+            os.setpgrp()
             _be(rank, num_processes, port, lambda: run_text(recipe, path))
         pids.append(pid)
     if while_it_runs is not None:
@@ -116,8 +123,8 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def after_steps(path: Path, count: int, pids: list[int], which: list[int], number: int) -> None:
-    """Send a signal to some processes when so many steps are in the metrics file."""
+def after_steps(path: Path, count: int, pids: list[int], which: list[int], number: int, group: bool = False) -> None:
+    """Send a signal to some processes, or to the first and all that it has started, when so many steps are recorded."""
     metrics = path / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count('"loss"') < count:
         if any(os.waitpid(pid, os.WNOHANG)[0] for pid in pids[:1]):
@@ -125,6 +132,8 @@ def after_steps(path: Path, count: int, pids: list[int], which: list[int], numbe
         time.sleep(0.01)
     for index in which:
         os.kill(pids[index], number)
+    if group:
+        os.killpg(pids[0], number)
 
 
 def killed_while_saving(recipe: TextRecipe, path: Path) -> list[int]:
@@ -161,6 +170,15 @@ def main(folder: Path, text: Path) -> None:
     path = folder / "terminated"
     codes[path.name] = do(plain, path, 2, partial(after_steps, path, 3, which=[1], number=signal.SIGTERM))
     codes["gone-on-alone"] = do(plain, path, 1)
+    # A launcher signals the workers that read rows, too.
+    path, reading = folder / "terminated-with-workers", tiny_text_recipe(text, data={"num_workers": 1})
+    codes[path.name] = do(reading, path, 1, partial(after_steps, path, 3, which=[], number=signal.SIGTERM, group=True))
+    # Processes whose documents differ in whether any token reads a state.
+    curriculum = {"feedback_interval": {"steps": [[0, 12], [5, 1]]}}
+    for kind in ("none", "fsdp2"):
+        training = {"sharding": kind, "microbatch_size": 1}
+        rare = tiny_text_recipe(text, "t2mlr-sequential", training=training, curriculum=curriculum)
+        codes[f"rare-{kind}"] = do(rare, folder / f"rare-{kind}", 2)
     (folder / "codes.json").write_text(json.dumps(codes))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-Row = dict[str, Tensor]
+from crosscurrent.data.packing import Row
 
 
 def collate_rows(rows: Sequence[Row]) -> dict[str, Tensor]:

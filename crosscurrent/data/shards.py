@@ -140,6 +140,11 @@ class PreparedText:
         """The last token of every document."""
         return self.manifest["tokenizer"]["eos_token_id"]
 
+    @property
+    def fingerprint(self) -> str:
+        """The sha256 of the manifest, which lists the checksums of all files: another text has another one."""
+        return sha256_of(self.folder / MANIFEST)
+
     def num_tokens(self, split: str) -> int:
         """Tokens of a split, "train" or "validation", the EOS of each document included."""
         return sum(shard.num_tokens for shard in self._shards_of(split))

@@ -21,6 +21,15 @@ def wait_for_all() -> None:
         torch.distributed.barrier()
 
 
+def from_first(number: int) -> int:
+    """The number that the first process gives."""
+    if num_processes() == 1:
+        return number
+    given = [number]
+    torch.distributed.broadcast_object_list(given, src=0)
+    return given[0]
+
+
 def leave_together() -> None:
     """End the group of processes: the first one goes on alone, and the others may end without being missed."""
     wait_for_all()

@@ -92,6 +92,10 @@ class RunFolder:
         """The versions it was made with."""
         return read_json(self.versions_file, "crosscurrent")
 
+    def versions_now(self) -> dict[str, Any]:
+        """Those it would be made with now."""
+        return current_versions()
+
     def result(self) -> dict[str, Any]:
         """What `result.json` holds."""
         result = read_json(
@@ -120,7 +124,7 @@ class RunFolder:
         self.check_recipe(recipe)
         if not self.is_done:
             refuse_other_versions(
-                f"{self.path} was begun", self.versions(), current_versions(), self.must_agree_to_go_on
+                f"{self.path} was begun", self.versions(), self.versions_now(), self.must_agree_to_go_on
             )
         for part in self.parts_of_finished:
             if self.is_done and not part.exists():
@@ -145,7 +149,7 @@ class RunFolder:
         strange = [entry.name for entry in self.path.iterdir() if entry.name not in (".lock", "versions.json")]
         if strange:
             raise ValueError(f"{self.path} holds something else than a run ({strange[0]}): give another folder.")
-        write_whole(self.versions_file, json.dumps(current_versions(), indent=2) + "\n")
+        write_whole(self.versions_file, json.dumps(self.versions_now(), indent=2) + "\n")
         write_whole(self.recipe_file, write_yaml(recipe))
 
     def tidy(self) -> None:

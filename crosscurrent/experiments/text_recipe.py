@@ -56,6 +56,7 @@ class TextTrainingRecipe(OptimizationRecipe):
     """How a model is trained on text.
 
     Attributes:
+        weight_decay: of all but norms, biases and (T2MLR) scalars.
         fusion_learning_rate: of a T2MLR's fusion; null: as everything else.
         save_steps: a checkpoint every so many steps, at the end, and when the run is told to end.
         keep_checkpoints: how many of the last ones are kept.

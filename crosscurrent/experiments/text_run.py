@@ -1,7 +1,9 @@
 """One run on text: train, keep checkpoints, and end with one model in one piece."""
 
+import hashlib
 import json
 import math
+import os
 import statistics
 import sys
 from dataclasses import dataclass, fields
@@ -15,8 +17,9 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from crosscurrent.data.batches import collate_rows, collate_rows_for_attention
+from crosscurrent.data.shards import PreparedText
 from crosscurrent.experiments.architectures import RLTRecipe, T2MLRRecipe
-from crosscurrent.experiments.processes import num_processes, rank, wait_for_all
+from crosscurrent.experiments.processes import from_first, num_processes, rank
 from crosscurrent.experiments.run_folder import MUST_AGREE_TO_COMPARE, RunFolder, read_json
 from crosscurrent.experiments.running import Feedback, run_in_folder, training_arguments
 from crosscurrent.experiments.saving import save_model
@@ -31,7 +34,7 @@ from crosscurrent.training.monitoring import TrainDecodeGap
 from crosscurrent.training.optimization import fusion_optimizer
 from crosscurrent.training.sharding import shard
 from crosscurrent.training.signals import StopOnSignal
-from crosscurrent.training.text_trainer import TextTrainer
+from crosscurrent.training.text_trainer import SKIPPED, TextTrainer
 from crosscurrent.training.throughput import Throughput
 from crosscurrent.training.trainer import Curricula, Progress, Recorder
 
@@ -43,7 +46,15 @@ class TextRunFolder(RunFolder):
     bit by bit only if nothing changes.
     """
 
-    must_agree_to_go_on = MUST_AGREE_TO_COMPARE
+    must_agree_to_go_on = (*MUST_AGREE_TO_COMPARE, "text")
+
+    def __init__(self, path: Path, text: PreparedText | None = None):
+        super().__init__(path)
+        self.text = text
+
+    def versions_now(self) -> dict[str, Any]:
+        """With what tells one prepared text from another."""
+        return super().versions_now() | ({} if self.text is None else {"text": self.text.fingerprint})
 
     @property
     def parts_of_finished(self) -> tuple[Path, ...]:
@@ -85,9 +96,9 @@ def run_text(recipe: TextRecipe, path: str | Path, name: str = "") -> dict[str, 
 
         result = run_text(recipe, Path("runs/mine"))
     """
-    folder = TextRunFolder(Path(path))
     text = TextOfRun(recipe)
     text.check()
+    folder = TextRunFolder(Path(path), text.prepared)
     run = _Run(recipe, folder, text, _arguments(recipe, folder), name or folder.path.name)
     return run_in_folder(folder, recipe, train=run.train, finish=run.finish)
 
@@ -101,8 +112,6 @@ def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
         "adam_beta2": training.adam_beta2,
         "torch_compile": training.torch_compile,
         "dataloader_num_workers": recipe.data.num_workers,
-        # Where no token of a microbatch reads a state, which short documents may bring about, the fusion goes unused.
-        "ddp_find_unused_parameters": isinstance(recipe.model, T2MLRRecipe),
     }
     is_new = "activation_checkpointing" in {
         field.name for field in fields(TrainingArguments)
@@ -138,7 +147,6 @@ class _Run:
     def train(self) -> None:
         """Train to the end, from the last complete checkpoint that the metrics lead up to, if there is one."""
         done = self._steps_done()
-        wait_for_all()
         if rank() == 0:
             self.folder.metrics.cut_after(done)
             keep_only(
@@ -153,9 +161,10 @@ class _Run:
         self._save_whole(trainer)
 
     def _steps_done(self) -> int:
-        """Not the last step: after it the model is still to be saved in one piece, which the processes do together."""
-        last = min(self.folder.metrics.trained_until(), self.recipe.training.max_steps - 1)
-        return max((step for step in complete_steps(self.folder.checkpoints) if step <= last), default=0)
+        """Where the first process finds that the run can go on: several might see a shared folder at different moments."""
+        last = self.folder.metrics.trained_until()
+        done = max((step for step in complete_steps(self.folder.checkpoints) if step <= last), default=0)
+        return from_first(done)
 
     def _tell_start(self, done: int) -> None:
         training, data = self.recipe.training, self.recipe.data
@@ -218,6 +227,11 @@ class _Run:
 
             if not is_wandb_available():
                 raise ValueError("training.report_to: wandb is not installed: pip install wandb, or leave it out.")
+            # The same command goes on with the same run there, too.
+            os.environ.setdefault(
+                "WANDB_RUN_ID", hashlib.sha256(str(self.folder.path.resolve()).encode()).hexdigest()[:16]
+            )
+            os.environ.setdefault("WANDB_RESUME", "allow")
             reporters.append(WandbCallback())
         return reporters
 
@@ -251,7 +265,7 @@ class _Run:
             "validation_loss": validation["validation_loss"],
             "validation_perplexity": validation["validation_perplexity"],
             "num_parameters": model.num_parameters(),
-            "num_skipped_steps": sum("guard/skipped" in row for row in rows),
+            "num_skipped_steps": sum(SKIPPED in row for row in rows),
             "seconds_per_step": statistics.median(seconds),
             "training_seconds": round(math.fsum(seconds), 3),
         }

@@ -4,14 +4,16 @@ Shapes: B rows, T tokens.
 """
 
 import math
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import nested_gather
@@ -51,6 +53,7 @@ class TextTrainer(RunTrainer):
         self.validation, self.validation_solver = validation, validation_solver
         self.guard, self.throughput = guard, throughput
         self._step_loss: Tensor | None = None
+        self._logged_loss = 0.0
         self._extra: dict[str, float] = {}
         self._num_skipped = 0
         self.add_callback(_AtBegin(self.restore_optimizer))
@@ -86,6 +89,13 @@ class TextTrainer(RunTrainer):
         self.restore_optimizer()
         super()._load_optimizer_and_scheduler(checkpoint)
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """As transformers. Workers leave a SIGTERM, which launchers send to all processes, to the one that trains."""
+        loader: Any = super().get_train_dataloader()
+        own = getattr(loader, "base_dataloader", loader)  # accelerate's is a wrapper
+        own.worker_init_fn = partial(_start_worker, own.worker_init_fn)
+        return loader
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         self.throughput.start()
         return super().get_batch_samples(*args, **kwargs)
@@ -100,8 +110,10 @@ class TextTrainer(RunTrainer):
         norm = super()._clip_grad_norm(model)
         assert self._step_loss is not None
         loss = float(nested_gather(self._step_loss, self.args.parallel_mode).mean())
-        self._step_loss, self._extra = None, {}
-        fault = self.guard.fault(loss, float(norm), self._losses_before())
+        self._step_loss, self._extra, self._logged_loss = None, {}, loss
+        # With fp16 the scaler leaves out steps whose gradients overflow, and tries a smaller scale.
+        norm_to_judge = 0.0 if self.args.fp16 else float(norm)
+        fault = self.guard.fault(loss, norm_to_judge, self._losses_before())
         if fault is None:
             self._num_skipped = 0
         else:
@@ -125,13 +137,14 @@ class TextTrainer(RunTrainer):
         for parameter in model.parameters():
             parameter.grad = None  # so the optimizer passes over it, its averages too
         self._extra = {SKIPPED: 1.0}
+        self._tr_loss = torch.zeros_like(self._tr_loss)  # which transformers subtracts from itself: NaN would stay
         if self.state.is_world_process_zero:
             tqdm.write(f"step {step} is skipped: {cause}", file=sys.stderr)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As transformers, with what was measured of the step."""
         if "loss" in logs:
-            logs |= self.throughput.values() | self._extra
+            logs |= {"loss": self._logged_loss} | self.throughput.values() | self._extra
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
@@ -158,18 +171,22 @@ class TextTrainer(RunTrainer):
         loss = float(total[0] / total[1])
         return {f"{PREFIX}loss": loss, f"{PREFIX}perplexity": math.exp(min(loss, 700.0))}
 
-    def _shares(self) -> list[tuple[list[dict[str, Tensor]], bool]]:
+    def _shares(self) -> Iterator[tuple[list[dict[str, Tensor]], bool]]:
         """The batches of this process, and whether each counts."""
         size, rank, num_processes = self.args.per_device_train_batch_size, self.args.process_index, self.args.world_size
         num_rows = len(self.validation)  # type: ignore[arg-type]
         starts = range(0, num_rows, size)
-        shares = []
         for first in range(0, len(starts), num_processes):
             number = first + rank
             start = starts[number] if number < len(starts) else 0
             rows = [self.validation[index] for index in range(start, min(start + size, num_rows))]
-            shares.append((rows, number < len(starts)))
-        return shares
+            yield rows, number < len(starts)
+
+
+def _start_worker(start: Callable[[int], None] | None, worker_id: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if start is not None:
+        start(worker_id)
 
 
 class _AtBegin(TrainerCallback):

@@ -39,7 +39,13 @@ class RangeRun:
             self.solution = solution = self.call.solve(problem)
         if self.call.branch is not None:  # the layers after the range write into the same cache
             self.call.branch.layers = solution.past.layers
-        return solution.outputs
+        return self._with_all_gradients(solution.outputs)
+
+    def _with_all_gradients(self, outputs: Tensor) -> Tensor:
+        """Let the carry have a gradient, be it zero, also where no token reads a state: processes that share a step must
+        agree on the parameters that have one. (The fusion always takes part: `Problem.fused`.)"""
+        weights = [weight for weight in self.model.carry.parameters() if weight.requires_grad]
+        return outputs + 0 * sum(weight.sum() for weight in weights) if weights and torch.is_grad_enabled() else outputs
 
     def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
