@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from crosscurrent.cli.main import app
 from crosscurrent.data.batches import collate_rows, collate_rows_for_attention
@@ -27,7 +28,8 @@ from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.experiments.text_run import TextRunFolder, run_text
 from crosscurrent.training.checkpoints import complete_steps
 from crosscurrent.training.nonfinite import NonFiniteError
-from crosscurrent.training.text_trainer import SKIPPED, TextTrainer
+from crosscurrent.training.signals import StopOnSignal
+from crosscurrent.training.text_trainer import SKIPPED
 from tests.recipes import tiny_values
 from tests.text_runs import MODELS, prepared_text, tiny_text_recipe, tiny_text_values
 from tests.tiny_texts import random_texts, write_jsonl
@@ -202,7 +204,7 @@ def test_another_text_in_the_same_place_is_noticed(text: Path, tmp_path: Path, m
     shutil.rmtree(tmp_path / "tokens")
     (tmp_path / "other").mkdir()
     shutil.copytree(prepared_text(tmp_path / "other", seed=2), tmp_path / "tokens")
-    with pytest.raises(ValueError, match="was begun with other versions .text "):
+    with pytest.raises(ValueError, match=r"was begun with other versions .text "):
         run_text(recipe, tmp_path / "run")
 
 
@@ -287,9 +289,9 @@ def test_documents_of_a_row_do_not_meet(model: str, text: Path) -> None:
 
 def broken_step(step: int | None, what: float) -> Callable[..., Any]:
     """A training step whose gradients, at some step or (None) always, are multiplied by something."""
-    original = TextTrainer.training_step
+    original = Trainer.training_step
 
-    def training_step(self: TextTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = original(self, *args, **kwargs)
         if step in (None, self.state.global_step + 1):
             assert self.model is not None
@@ -306,7 +308,7 @@ def broken_step(step: int | None, what: float) -> Callable[..., Any]:
 def test_a_bad_step_is_skipped_or_stops(
     what: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(TextTrainer, "training_step", broken_step(5, what))
+    monkeypatch.setattr(Trainer, "training_step", broken_step(5, what))
     kind = "nonfinite" if not math.isfinite(what) else "spike"
     skip = tiny_text_recipe(text, guard={kind: "skip", "spike_window": 3})
     result = run_text(skip, tmp_path / "skip")
@@ -316,7 +318,7 @@ def test_a_bad_step_is_skipped_or_stops(
     assert math.isfinite(rows[6]["loss"]) and not math.isclose(rows[5]["loss"], rows[6]["loss"])
     assert "step 5 is skipped" in capsys.readouterr().err
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(tmp_path / "skip").values())
-    monkeypatch.setattr(TextTrainer, "training_step", broken_step(5, what))
+    monkeypatch.setattr(Trainer, "training_step", broken_step(5, what))
     stop = tiny_text_recipe(text, guard={kind: "stop", "spike_window": 3})
     with pytest.raises(NonFiniteError, match=r"step 5: the loss is .*The step was not made"):
         run_text(stop, tmp_path / "stop")
@@ -326,7 +328,7 @@ def test_a_bad_step_is_skipped_or_stops(
 def test_a_skipped_step_leaves_weights_and_optimizer_alone(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TextTrainer, "training_step", broken_step(6, math.nan))
+    monkeypatch.setattr(Trainer, "training_step", broken_step(6, math.nan))
     training = {"save_steps": 1}
     run_text(tiny_text_recipe(text, guard={"nonfinite": "skip"}, training=training), tmp_path / "run")
     before, after = (tmp_path / "run" / "checkpoints" / f"checkpoint-{step}" for step in (5, 6))
@@ -338,9 +340,40 @@ def test_a_skipped_step_leaves_weights_and_optimizer_alone(
 def test_steps_that_are_all_bad_stop(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crosscurrent.training.text_trainer.MOST_SKIPS", 3)
     recipe = tiny_text_recipe(text, guard={"nonfinite": "skip"})
-    monkeypatch.setattr(TextTrainer, "training_step", broken_step(None, math.nan))
+    monkeypatch.setattr(Trainer, "training_step", broken_step(None, math.nan))
     with pytest.raises(NonFiniteError, match=r"step 3: .* 3 steps were skipped in a row"):
         run_text(recipe, tmp_path / "run")
+
+
+def test_a_signal_after_the_last_step_is_not_lost() -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        with StopOnSignal() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert not told
+        assert told == [signal.SIGTERM] and stop.step is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_finished_run_needs_its_text_no_more(text: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "tokens")
+    recipe = tiny_text_recipe(tmp_path / "tokens", training={"max_steps": 1})
+    result = run_text(recipe, tmp_path / "run")
+    shutil.rmtree(tmp_path / "tokens")
+    assert run_text(recipe, tmp_path / "run") == result
+    with pytest.raises(ValueError, match="is inside of the run"):
+        consolidate(tmp_path / "run", tmp_path / "run" / "model", overwrite=True)
+
+
+def test_prepare_refuses_what_it_cannot_go_on_with(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    write_jsonl(tmp_path / "texts.jsonl", random_texts(9))
+    inside = run_cli("prepare", str(tmp_path), "--tokenizer", "new:300", "--output", str(tmp_path / "tokens"))
+    assert inside.exit_code == 2 and "is inside of the source" in inside.output
+    for size in ("", "abc", "256", "9" * 21):
+        wrong = run_cli("prepare", str(tmp_path), "--tokenizer", f"new:{size}", "--output", "out")
+        assert wrong.exit_code == 2 and "takes a number from 257" in wrong.output
 
 
 def gone(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -361,6 +394,7 @@ def gone(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         ("t2mlr", {"training": {"save_step": 3}}, "there is no key 'save_step'.*save_steps"),
         ("t2mlr", {"guard": {"spike_factor": 0.5}}, "spike_factor=0.5 is not allowed"),
         ("t2mlr", {"data": {"sequence_length": 1}}, "data.sequence_length"),
+        ("t2mlr", {"data": {"sequence_length": 100_000}}, "is more than the .* tokens that"),
         ("transformer", {"model": {"num_key_value_heads": 3}}, "not a multiple of num_key_value_heads=3"),
         ("transformer", {"training": {"liger_kernel": True}}, "liger-kernel"),
         ("transformer", {"training": {"report_to": ["wandb"]}}, "wandb is not installed"),
@@ -369,7 +403,7 @@ def gone(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 def test_what_is_refused(model: str, changes: dict[str, Any], message: str, text: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         run_text(tiny_text_recipe(text, model, **changes), tmp_path / "run")
-    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "rwkv"])

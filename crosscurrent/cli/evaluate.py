@@ -81,9 +81,9 @@ def evaluate(
     language_model.to("cuda" if torch.cuda.is_available() else "cpu")
     lm = CrosscurrentLM(language_model, solver, tokenizer=tokenizer, batch_size=batch_size)
     evaluation = run_zero_shot(model, lm, loaded, data, limit)
+    typer.echo(_table(evaluation.facts))  # first, so that a full disk does not take it
     if output is not None:
         write_evaluation(evaluation, output)
-    typer.echo(_table(evaluation.facts))
 
 
 def _prepare_harness() -> None:

@@ -82,7 +82,12 @@ def prepare(
         others = f"{len(source.others)} files of other kinds are left out, such as {source.others[0]}"
         typer.echo(f"warning: {others}.", err=True)
     kind, _, size = tokenizer.partition(":")
-    is_new = kind == "new" and size.isdecimal()
+    is_new = kind == "new"
+    if is_new and not (size.isdecimal() and 257 <= int(size) < 2**31):
+        raise typer.BadParameter(f"--tokenizer {tokenizer}: new:SIZE takes a number from 257, as in new:4096.")
+    inside = [one for one in sources if Path(one).is_dir() and output.resolve().is_relative_to(Path(one).resolve())]
+    if inside:
+        raise typer.BadParameter(f"--output {output} is inside of the source {inside[0]}: give another folder.")
     prepared = prepare_texts(
         source,
         new_tokenizer(source, int(size), validation_share, on_error.value) if is_new else load_tokenizer(tokenizer),

@@ -57,6 +57,6 @@ def scaling(
 
 def _counts(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise typer.BadParameter(f"--gpus {text}: give numbers with commas between them, as in 1,8,64.")
     return [int(part) for part in parts]

@@ -75,7 +75,7 @@ def _text_scores(result: dict[str, Any]) -> str:
         f"validation loss {result['validation_loss']:.4f} nats per token, perplexity {result['validation_perplexity']:.2f}",
         f"{result['steps']} steps, {result['tokens']:,} tokens, {result['epochs']:.2f} epochs",
         f"{result['num_parameters']:,} parameters, {result['seconds_per_step']:.3f} s per step, "
-        f"{result['training_seconds']:.0f} s in all",
+        f"{result['training_seconds']:.0f} s of training steps",
     ]
     skipped = result["num_skipped_steps"]
     return "\n".join([*lines, f"{skipped} steps were skipped: see the log"] if skipped else lines)

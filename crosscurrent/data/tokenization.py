@@ -99,6 +99,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() < vocab_size:
         raise ValueError(
-            f"vocab_size={vocab_size} is more than the texts give: from them {backend.get_vocab_size()} tokens can be made."
+            f"a new tokenizer of {vocab_size} tokens is more than the texts give: from those for training "
+            f"{backend.get_vocab_size()} can be made."
         )
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)

@@ -36,6 +36,8 @@ def consolidate(run: Path, output: Path, step: int | None = None, overwrite: boo
 
         consolidate(Path("runs/mine"), Path("model-at-1000"), step=1000)
     """
+    if output.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{output} is inside of the run: give another folder.")
     check_target(output, overwrite)
     folder = TextRunFolder(run)
     if not folder.recipe_file.exists():

@@ -22,6 +22,10 @@ def recipe_of(values: Any, source: str) -> AnyKind:
     is_text = isinstance(values, dict) and "data" in values
     if is_text and "task" in values:
         raise ValueError(f"{source}: a recipe has either a task or data, not both.")
+    if isinstance(values, dict) and not is_text and "task" not in values:
+        raise ValueError(
+            f"{source}: a recipe has a task ({{name: parity}}) or data ({{prepared: FOLDER, ...}}): give one."
+        )
     return validated(TextRecipe, values, source) if is_text else validated(Recipe, values, source)
 
 

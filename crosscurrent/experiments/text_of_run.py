@@ -36,6 +36,12 @@ class TextOfRun:
         self.prepared.tokenizer()
         if self.recipe.model.vocab_size is not None:
             self.prepared.check_vocab_size(self.recipe.model.vocab_size)
+        longest, num_tokens = self.recipe.data.sequence_length, self.prepared.num_tokens("train")
+        if longest > num_tokens:
+            raise ValueError(
+                f"data.sequence_length={longest} is more than the {num_tokens} tokens that {self.prepared.folder} has for "
+                "training: give shorter rows, or prepare more text."
+            )
         assert len(self.train_rows) and self.validation_rows is not None  # rows refuse to be none
         if isinstance(self.recipe.model, AnyRecipe):
             _refuse_crossing(build_text_model(self.recipe, self.prepared), self.recipe.model.model_type)

@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.files import write_whole
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
-from crosscurrent.training.liger import apply_liger_kernel
+from crosscurrent.training.liger import apply_liger_kernel, check_liger_kernel
 from crosscurrent.training.monitoring import TrainDecodeGap
 from crosscurrent.training.optimization import fusion_optimizer
 from crosscurrent.training.sharding import shard
@@ -96,11 +97,24 @@ def run_text(recipe: TextRecipe, path: str | Path, name: str = "") -> dict[str, 
 
         result = run_text(recipe, Path("runs/mine"))
     """
+    before = TextRunFolder(Path(path))
+    if before.is_done:  # its text may be gone by now
+        before.check_recipe(recipe)
+        return before.result() if rank() == 0 else None
+    _check_packages(recipe)
     text = TextOfRun(recipe)
     text.check()
     folder = TextRunFolder(Path(path), text.prepared)
     run = _Run(recipe, folder, text, _arguments(recipe, folder), name or folder.path.name)
     return run_in_folder(folder, recipe, train=run.train, finish=run.finish)
+
+
+def _check_packages(recipe: TextRecipe) -> None:
+    """Raise ValueError if a package is missing that the recipe asks for."""
+    if "wandb" in recipe.training.report_to and find_spec("wandb") is None:
+        raise ValueError("training.report_to: wandb is not installed: pip install wandb, or leave it out.")
+    if recipe.training.liger_kernel:
+        check_liger_kernel()
 
 
 def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
@@ -223,10 +237,8 @@ class _Run:
             writer = SummaryWriter(str(self.folder.tensorboard), purge_step=done + 1)
             reporters.append(TensorBoardCallback(writer))
         if "wandb" in self.recipe.training.report_to:
-            from transformers.integrations import WandbCallback, is_wandb_available
+            from transformers.integrations import WandbCallback
 
-            if not is_wandb_available():
-                raise ValueError("training.report_to: wandb is not installed: pip install wandb, or leave it out.")
             # The same command goes on with the same run there, too.
             os.environ.setdefault(
                 "WANDB_RUN_ID", hashlib.sha256(str(self.folder.path.resolve()).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """What is kept of a zero-shot evaluation: scores with all that they depend on, and a record of each example."""
 
 import json
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -98,9 +99,12 @@ def _versions() -> dict[str, str]:
 
 
 def refuse_used_folder(output: Path) -> None:
-    """Raise ValueError if there is something at the place for an evaluation."""
+    """Raise ValueError, before hours of scoring, if an evaluation cannot be written there."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is there already: give a new or an empty folder.")
+    above = next(parent for parent in output.resolve().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"{output}: {above} is not a folder that can be written to: give another one.")
 
 
 def write_evaluation(evaluation: Evaluation, output: Path) -> None:

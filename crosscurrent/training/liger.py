@@ -1,9 +1,18 @@
 """Kernels of liger-kernel, where it is installed."""
 
 import warnings
+from importlib.util import find_spec
 
 import torch
 from torch import nn
+
+
+def check_liger_kernel() -> None:
+    """Raise ValueError if liger-kernel is not installed."""
+    if find_spec("liger_kernel") is None:
+        raise ValueError(
+            "training.liger_kernel=true needs the package liger-kernel and a GPU: pip install liger-kernel."
+        )
 
 
 def apply_liger_kernel(model: nn.Module, model_type: str) -> None:
@@ -18,12 +27,9 @@ def apply_liger_kernel(model: nn.Module, model_type: str) -> None:
     Raises:
         ValueError: liger-kernel is not installed, or has nothing for this type.
     """
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:
-        raise ValueError(
-            "training.liger_kernel=true needs the package liger-kernel and a GPU: pip install liger-kernel."
-        ) from None
+    check_liger_kernel()
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(
             f"liger-kernel has nothing for models of type {model_type!r}: leave training.liger_kernel=false."

@@ -34,7 +34,10 @@ class StopOnSignal(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
+        """A signal that came after the last step is not lost: what comes next is told to end."""
         signal.signal(signal.SIGTERM, self._before)
+        if self._is_wanted and self.step is None:
+            signal.raise_signal(signal.SIGTERM)
 
     def _note(self, signal_number: int, frame: FrameType | None) -> None:
         self._is_wanted = True

@@ -86,7 +86,9 @@ def load_tasks(names: Sequence[str], folder: Path | None = None) -> dict[str, An
 def _local(name: str, folder: Path) -> dict[str, Any]:
     """What replaces the hub's data set in a task's configuration."""
     if name not in LOCAL_FILES:
-        raise ValueError(f"there is no local form of {name}, only of {', '.join(LOCAL_FILES)}: it needs the hub.")
+        raise ValueError(
+            f"there is no local form of {name}: it needs the hub. From files: --tasks {','.join(LOCAL_FILES)}."
+        )
     source = LOCAL_FILES[name]
     rows = read_rows(source, folder)
 
