@@ -271,7 +271,10 @@ def test_profile_names_operations_and_writes_traces(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_one_line_of_error(run("rlt-stpe"), "'rlt-stpe'", "Did you mean 'rlt-step'?", "t2mlr-decode")
+    misspelt = run("rlt-stpe")
+    assert (
+        misspelt.exit_code == 2 and "Did you mean 'rlt-step'?" in misspelt.stderr and "t2mlr-decode" in misspelt.stderr
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_one_line_of_error(run("rlt-step", "--device", "cuda"), "no GPU")
     usage: list[tuple[object, ...]] = [

@@ -23,6 +23,7 @@ from crosscurrent.data.packing import packed_row
 from crosscurrent.data.shards import PreparedText
 from crosscurrent.experiments.consolidation import consolidate
 from crosscurrent.experiments.kinds import load_recipe, recipe_of, run_any
+from crosscurrent.experiments.study import recipe_names
 from crosscurrent.experiments.text_of_run import build_text_model
 from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.experiments.text_run import TextRunFolder, run_text
@@ -236,6 +237,18 @@ def run_cli() -> Callable[..., Any]:
     from typer.testing import CliRunner
 
     return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("text/nano/")])
+def test_every_small_recipe_trains_two_steps(
+    name: str, text: Path, tmp_path: Path, run_cli: Callable[..., Any]
+) -> None:
+    """On short rows; that the larger ones have the published sizes is tested in test_recipes.py."""
+    sizes = ("data.sequence_length=16", "training.max_steps=2", "training.batch_size=2", "evaluation.max_rows=2")
+    gap = ["evaluation.gap_length=8"] if "t2mlr" in name else []
+    done = run_cli("train", name, f"data.prepared={text}", *sizes, *gap, "--output", str(tmp_path / "run"))
+    assert done.exit_code == 0 and "validation loss" in done.output and "perplexity" in done.output, done.output
+    assert [row["step"] for row in TextRunFolder(tmp_path / "run").metrics.rows() if "loss" in row] == [1, 2]
 
 
 def test_runs_side_by_side(whole: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:

@@ -44,8 +44,12 @@ class RangeRun:
     def _with_all_gradients(self, outputs: Tensor) -> Tensor:
         """Let the carry have a gradient, be it zero, also where no token reads a state: processes that share a step must
         agree on the parameters that have one. (The fusion always takes part: `Problem.fused`.)"""
-        weights = [weight for weight in self.model.carry.parameters() if weight.requires_grad]
-        return outputs + 0 * sum(weight.sum() for weight in weights) if weights and torch.is_grad_enabled() else outputs
+        carry = self.model.carry
+        if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in carry.parameters())):
+            return outputs
+        first = outputs[:, :1].detach()
+        state = carry(first, first, self.call.plan.fused[:, :1, None])  # called, since its weights may come and go
+        return outputs + (0 * state.sum()).to(outputs.dtype)
 
     def sorted_hidden_states(self, recorded: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """One entry per layer. What was recorded has the layers of the range once for each time they ran."""
