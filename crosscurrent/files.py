@@ -1,7 +1,9 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and folders that one process works in."""
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,3 +23,36 @@ def write_whole(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path, busy: OSError) -> Iterator[None]:
+    """Keep all other processes out of a folder, also those of other machines that share it.
+
+    The lock is the operating system's, so it ends with the process, however that ends.
+
+    Args:
+        folder: that exists. The lock is a file in it.
+        busy: raised if another process has locked it.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with locked(folder, OSError("somebody is at work")):
+        ...     [entry.name for entry in folder.iterdir()]
+        ['.lock']
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise busy from None
+    try:
+        yield
+    finally:
+        lock.release()

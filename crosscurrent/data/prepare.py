@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -44,12 +43,11 @@ from crosscurrent.data.shards import (
 )
 from crosscurrent.data.sources import Batch, LeftOut, OnError, Position, Source, read_batches
 from crosscurrent.data.tokenization import check_share, document_ids, is_held_out, tokenizer_identity, train_tokenizer
-from crosscurrent.files import write_whole
+from crosscurrent.files import LOCK, locked, write_whole
 from crosscurrent.suggestions import differences
 
 SHARD_TOKENS = 100_000_000
 VALIDATION_SHARE = 0.005
-_LOCK = ".lock"
 _PARTIAL = ".partial"  # ends the name of a shard that is being written
 
 
@@ -147,21 +145,16 @@ def _claimed(output: Path) -> Iterator[None]:
     """Keep other processes out of the folder, which is made if need be and removed again if it stays empty."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file: give the name of a folder.")
-    ours = {_LOCK, MANIFEST, PROGRESS}
+    ours = {LOCK, MANIFEST, PROGRESS}
     if output.exists() and not ours & {entry.name for entry in output.iterdir()} and any(output.iterdir()):
         raise ValueError(f"{output} holds something else than prepared text: give another folder.")
     output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise OSError(f"{output}: another process is at work there. Wait for it, or stop it.") from None
-    try:
-        yield
-    finally:
-        if all(entry.name == _LOCK for entry in output.iterdir()):
-            shutil.rmtree(output)
-        lock.release()
+    with locked(output, OSError(f"{output}: another process is at work there. Wait for it, or stop it.")):
+        try:
+            yield
+        finally:
+            if all(entry.name == LOCK for entry in output.iterdir()):
+                shutil.rmtree(output)
 
 
 @dataclass(frozen=True)

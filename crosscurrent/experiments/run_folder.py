@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.settings import read_yaml, validated, write_yaml
-from crosscurrent.files import write_whole
+from crosscurrent.files import LOCK, locked, write_whole
 from crosscurrent.suggestions import differences
 from crosscurrent.training.checkpoints import keep_only
 from crosscurrent.training.telemetry import MetricsFile
@@ -146,7 +145,7 @@ class RunFolder:
             refuse_other_versions(f"{self.path} was made", self.versions(), current_versions())
 
     def _begin(self, recipe: Any) -> None:
-        strange = [entry.name for entry in self.path.iterdir() if entry.name not in (".lock", "versions.json")]
+        strange = [entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, "versions.json")]
         if strange:
             raise ValueError(f"{self.path} holds something else than a run ({strange[0]}): give another folder.")
         write_whole(self.versions_file, json.dumps(self.versions_now(), indent=2) + "\n")
@@ -162,23 +161,15 @@ class RunFolder:
     def claimed(self) -> Iterator[None]:
         """Keep all other processes out, also those of other machines that share the folder.
 
-        The lock is the operating system's, so it ends with the process, however that ends.
-
         Raises:
             BusyError: another process has claimed it.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give the name of a folder.")
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise BusyError(f"{self.path}: another process is at work on this run. Wait for it, or stop it.") from None
-        try:
+        busy = BusyError(f"{self.path}: another process is at work on this run. Wait for it, or stop it.")
+        with locked(self.path, busy):
             yield
-        finally:
-            lock.release()
 
 
 def current_versions() -> dict[str, Any]:

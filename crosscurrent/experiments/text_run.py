@@ -127,9 +127,8 @@ def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
         "torch_compile": training.torch_compile,
         "dataloader_num_workers": recipe.data.num_workers,
     }
-    is_new = "activation_checkpointing" in {
-        field.name for field in fields(TrainingArguments)
-    }  # transformers renamed it
+    names = {field.name for field in fields(TrainingArguments)}
+    is_new = "activation_checkpointing" in names  # what transformers calls gradient_checkpointing by now
     if training.gradient_checkpointing:
         more["activation_checkpointing" if is_new else "gradient_checkpointing"] = True
     if training.sharding == "fsdp2":
@@ -139,12 +138,8 @@ def _arguments(recipe: TextRecipe, folder: RunFolder) -> TrainingArguments:
                 "or set training.sharding=none."
             )
         more["fsdp"] = True if is_new else "full_shard"
-        config = {
-            "version": 2,
-            "state_dict_type": "SHARDED_STATE_DICT",
-            "auto_wrap_policy": "NO_WRAP",
-        }  # see training/sharding
-        more["fsdp_config"] = config
+        # The layers are divided by training/sharding.py, not by accelerate.
+        more["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "auto_wrap_policy": "NO_WRAP"}
     return training_arguments(training, folder, recipe.seed, **more)
 
 
@@ -269,7 +264,8 @@ class _Run:
         seconds = [row["seconds"] for row in rows if "seconds" in row]
         validation = self.folder.metrics.validations()[-1]
         training, data = self.recipe.training, self.recipe.data
-        model = build_text_model(self.recipe, self.text.prepared)
+        with torch.device("meta"):  # to be counted only
+            model = build_text_model(self.recipe, self.text.prepared)
         result = {
             "steps": training.max_steps,
             "tokens": training.max_steps * training.batch_size * data.sequence_length,
