@@ -40,13 +40,18 @@ def example(split: Split, index: int, seed: int = 0, depth: int = 2) -> Example:
         value of j: 9
     """
     check_request(split, index)
-    if not 1 <= depth <= MAX_DEPTH:
-        raise ValueError(f"depth={depth} is not allowed: give 1 to {MAX_DEPTH} (there are 26 names).")
+    check_depth(depth)
     numbers = random_numbers("variable_assignment", split, index, seed, depth)
     while True:
         lines, target, answer = _draw(numbers, depth)
         if split_of(f"{sorted(lines)} {target}") == split:
             return Example("\n".join([*lines, f"value of {target}: "]), answer)
+
+
+def check_depth(depth: int) -> None:
+    """Raise ValueError unless there are problems of that depth."""
+    if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
+        raise ValueError(f"depth={depth!r} is not allowed: give 1 to {MAX_DEPTH} (there are 26 names).")
 
 
 def _draw(numbers: random.Random, depth: int) -> tuple[list[str], str, str]:
