@@ -11,6 +11,7 @@ from crosscurrent.cli.consolidate import consolidate
 from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
 from crosscurrent.cli.evaluate import evaluate
+from crosscurrent.cli.finetune import finetune
 from crosscurrent.cli.gap import gap
 from crosscurrent.cli.generate import generate
 from crosscurrent.cli.info import info
@@ -41,6 +42,7 @@ for command in (
     prepare,
     recipes,
     train,
+    finetune,
     reproduce,
     consolidate,
     report,
@@ -76,6 +78,7 @@ def main(
     crosscurrent evaluate retrofitted                    score it zero-shot
     crosscurrent prepare corpus.jsonl --tokenizer smollm2-135m --output tokens
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
+    crosscurrent finetune reasoning/mini/variable_assignment-2/retrofit    beside its baselines
     crosscurrent reproduce rlt --scale mini              run a whole study
     crosscurrent bench --all                             measure what recurrence costs
     crosscurrent scaling --model 135m                    estimate what training costs on GPUs

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from crosscurrent.experiments.finetuning.comparing import one_line
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.run import FinetuneRunFolder, run_finetune
 from crosscurrent.experiments.recipe import Recipe
@@ -70,11 +71,7 @@ def summary(recipe: AnyKind, result: dict[str, Any]) -> str:
             f"{result['validation_loss']:.4f}"
         )
     if isinstance(recipe, FinetuneRecipe):
-        metric = recipe.problems.task.metrics[0]
-        return (
-            f"{result['steps']} steps in {result['training_seconds']:.0f} s, {metric} "
-            f"{100 * result['test']['scores'][metric]['mean']:.1f} % of {result['test']['num_problems']} problems"
-        )
+        return one_line(recipe, result)
     metric = recipe.task.task.metrics[0]
     scores = result["test"]
     first, last = min(scores, key=int), max(scores, key=int)

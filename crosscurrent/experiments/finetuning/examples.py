@@ -64,9 +64,11 @@ class ProblemsOfRun:
         return self._examples("validation")
 
     @property
-    def train_rows(self) -> "Shuffled":
+    def train_rows(self) -> "Epochs":
         training = self.recipe.training
-        return Shuffled(self.train, training.max_steps * training.batch_size, self.recipe.problems.seed)
+        asked = self.recipe.problems
+        num_rows = training.max_steps * training.batch_size
+        return Epochs(self.train, num_rows, asked.seed, begins_in_order=asked.task.is_generated)
 
     def _examples(self, split: Split) -> list[Example]:
         """All of a split that are not too long, packed if the recipe says so.
@@ -81,8 +83,8 @@ class ProblemsOfRun:
         if left_out:
             named = ", ".join(problems[index].id for index in left_out[:_NAMED])
             tqdm.write(
-                f"{len(left_out)} of {len(examples)} {split} problems have more than {self.longest} tokens and are left out: "
-                f"{named}{', ...' if len(left_out) > _NAMED else ''}",
+                f"{len(left_out)} of {len(examples)} {split} problems have more than {self.longest} tokens and are left "
+                f"out: {named}{', ...' if len(left_out) > _NAMED else ''}",
                 file=sys.stderr,
             )
         dropped = set(left_out)
@@ -95,7 +97,9 @@ class ProblemsOfRun:
         for example in kept:
             example["labels"][0] = IGNORED  # nothing predicts it
         if all(bool((example["labels"] == IGNORED).all()) for example in kept):
-            raise ValueError(f"no {split} example of {asked.name} has a token that the loss covers: look at its completions.")
+            raise ValueError(
+                f"no {split} example of {asked.name} has a token that the loss covers: look at its completions."
+            )
         return kept if asked.packed_length is None else pack(kept, asked.packed_length)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -118,21 +122,31 @@ class ProblemsOfRun:
 
 
 @dataclass(frozen=True)
-class Shuffled(Dataset[Example]):
+class Epochs(Dataset[Example]):
     """The first `num_rows` of an endless sequence of epochs, in each of which every example comes once, in another order.
 
     Everything follows from the index, so a run that goes on needs no state of its data.
+
+    Attributes:
+        examples: all there are.
+        num_rows: that are read.
+        seed: of the orders.
+        begins_in_order: whether the first epoch takes them as they are. Then a run of more steps, for which more problems
+            are generated, begins with the same ones.
     """
 
     examples: Sequence[Example]
     num_rows: int
     seed: int
+    begins_in_order: bool
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __getitem__(self, index: int) -> Example:
         epoch, place = divmod(index, len(self.examples))
+        if epoch == 0 and self.begins_in_order:
+            return self.examples[place]
         return self.examples[int(_order(self.seed, epoch, len(self.examples))[place])]
 
 
@@ -150,7 +164,7 @@ def pack(examples: Sequence[Example], row_length: int) -> list[Example]:
         For each row input_ids, labels, recurrent_mask, segment_ids, counted from 0, and attention_mask, all [row_length].
 
     Example:
-        >>> one = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([-100, 6]), "recurrent_mask": torch.tensor([0, 1])}
+        >>> one = {name: torch.tensor([5, 6]) for name in ("input_ids", "labels", "recurrent_mask")}
         >>> rows = pack([one, one, one], row_length=5)
         >>> rows[0]["input_ids"].tolist(), rows[0]["segment_ids"].tolist(), len(rows)
         ([5, 6, 5, 6, 0], [0, 0, 1, 1, 0], 2)
@@ -185,7 +199,9 @@ def _packed(examples: list[Example], row_length: int) -> Example:
 
 def describe(problems: ProblemsOfRun) -> dict[str, Any]:
     """Numbers of a result: how many problems and tokens there are to train on."""
-    tokens = sum(int(example.get("attention_mask", torch.ones_like(example["input_ids"])).sum()) for example in problems.train)
+    tokens = sum(
+        int(example.get("attention_mask", torch.ones_like(example["input_ids"])).sum()) for example in problems.train
+    )
     training = problems.recipe.training
     return {
         "train_problems": len(problems.problems("train")),

@@ -36,7 +36,7 @@ class ProblemsRecipe(Settings):
         num_test: problems that are answered in the end; null: all.
         prompt_format, loss_on, recurrent: null: as the task has them.
         max_length: longer examples are left out, and named; null: as long as the model takes.
-        packed_length: examples are packed into rows of so many tokens, each on its own as if it were alone; null: they are padded.
+        packed_length: examples share rows of so many tokens, each as if it were alone; null: they are padded.
         seed: of generated problems and of the order.
     """
 

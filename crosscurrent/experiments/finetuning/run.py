@@ -1,4 +1,4 @@
-"""One run of fine-tuning: a pretrained model, perhaps retrofitted, is trained on problems, saved, and answers the test problems."""
+"""One run of fine-tuning: a pretrained model, perhaps retrofitted, is trained on problems, saved, and tested."""
 
 import json
 import math
