@@ -1,6 +1,7 @@
 """Fine-tuning on reasoning problems: runs, baselines, and what is said about them."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.report import read_comparisons
 from crosscurrent.experiments.finetuning.run import build_finetuned, run_finetune
 from crosscurrent.experiments.settings import merge, validated
+from crosscurrent.experiments.study import find_recipe, recipe_names
 from crosscurrent.models.outputs import IGNORED
 from crosscurrent.tasks.reasoning import get_reasoning_task
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
@@ -305,6 +307,24 @@ def masked(example: Callable[..., dict[str, torch.Tensor]]) -> Callable[..., dic
         return found | {"labels": torch.full_like(found["labels"], IGNORED)}
 
     return all_masked
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("reasoning/")])
+def test_every_shipped_recipe_trains_two_steps(name: str, base: Path, tmp_path: Path) -> None:
+    """On a tiny base, and a few problems."""
+    shipped = find_recipe(name)[1]
+    data = None if shipped.problems.task.is_generated else os.environ["CROSSCURRENT_TEST_DATA"]
+    few = {"num_train": 3, "num_validation": 1, "num_test": 2, "data": data, "max_length": None, "packed_length": None}
+    small = {"max_steps": 2, "batch_size": 2, "microbatch_size": 1, "warmup_steps": 1, "precision": "fp32"}
+    where = {"layer_start": 1, "layer_end": 3} if shipped.base.is_recurrent else {}
+    changes = {
+        "problems": few,
+        "training": small,
+        "base": {"name": str(base), **where},
+        "evaluation": {"max_new_tokens": 3},
+    }
+    result = run_finetune(find_recipe(name, changes)[1], tmp_path / "run")
+    assert result is not None and result["steps"] == 2 and result["test"]["num_problems"] == 2
 
 
 def test_a_comparison_needs_a_retrofit(base: Path, tmp_path: Path) -> None:

@@ -239,9 +239,10 @@ def test_shipped_studies_are_whole(name: str) -> None:
     runs = found.plan(name)
     assert found.seeds == (42, 43, 44)
     assert {f"{name}/{run.task}/{run.model}" for run in runs} <= set(recipe_names())
-    if name.startswith("text/"):
-        assert all(isinstance(run.recipe, TextRecipe) for run in runs)
-        return
+    for prefix, kind in (("text/", TextRecipe), ("reasoning/", FinetuneRecipe)):
+        if name.startswith(prefix):
+            assert all(isinstance(run.recipe, kind) for run in runs)
+            return
     assert {run.recipe.task.name for run in runs} >= {
         "parity",
         "s5_standard",
