@@ -45,8 +45,8 @@ def task_names(words: Sequence[str]) -> list[str]:
         if word not in known:
             raise ValueError(
                 f"task {word!r} is not known: give some of {', '.join(known)}, or of the reasoning tasks "
-                f"{', '.join(reasoning)}.{did_you_mean(word, [*known, *reasoning])} All others of lm-evaluation-harness run by "
-                "its own command (docs/evaluation.md)."
+                f"{', '.join(reasoning)}.{did_you_mean(word, [*known, *reasoning])} All others of "
+                "lm-evaluation-harness run by its own command (docs/evaluation.md)."
             )
     if not words:
         raise ValueError(f"no task is given: give some of {', '.join(known)}.")
