@@ -1,8 +1,8 @@
 """Greedy decoding of a recurrent model whose carried state is changed on its way from one token to the next.
 
-What a token reads is the register of the cache's `RecurrentState`, and one-token calls are exact with every solver. So a loop of
-one-token calls that puts another register into the cache before each call is all that an intervention takes: no weight, no
-module and no attention entry is touched, and without a change it is what `generate` does with `solver=Sequential()`.
+What a token reads is the register of the cache's `RecurrentState`, and one-token calls are exact with every solver. So a
+loop of one-token calls that puts another register into the cache before each call is all that an intervention takes: no
+weight, no module and no attention entry is touched, and without a change it is `generate` with `solver=Sequential()`.
 
 Shapes: B rows, D width of the state.
 """
@@ -78,7 +78,7 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Off(Intervention):
-    """No token is recurrent: none is fused with a state. Of a T2MLR this leaves the base's layers, with the trained weights."""
+    """No token is recurrent: none is fused with a state. Of a T2MLR this leaves the base's layers, as they were trained."""
 
     @property
     def name(self) -> str:
@@ -190,7 +190,8 @@ def decode(
 ) -> list[list[int]]:
     """Continue prompts greedily under an intervention.
 
-    A recurrent prompt goes token by token. One that is not recurrent reads no state that could be changed, and goes in one call.
+    A recurrent prompt goes token by token. One that is not recurrent reads no state that could be changed: it goes in one
+    call.
 
     Args:
         model: a recurrent model with feedback. It is left as it was.
