@@ -1,18 +1,27 @@
 """Interventions on the carried state: against `generate`, against weights that cannot read a state, and as a command."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import crosscurrent as cc
+from crosscurrent.cli.main import app
+from crosscurrent.evaluation.answering import AnsweringSettings, answer_problems, read_answers
 from crosscurrent.evaluation.interventions import Intervention, Moment, Off, Other, Random, Reset, decode
+from crosscurrent.experiments import ablation
+from crosscurrent.models.base import load_base, load_tokenizer
+from crosscurrent.tasks.reasoning import get_reasoning_task
 from tests.subjects import make_base, make_rlt, make_t2mlr, token_ids
+from tests.tiny_base import character_tokenizer, save_opened_retrofit, save_tiny_base
 
-NEW = 6
-LENGTHS = (5, 8, 3, 8)
+NEW = 4
+LENGTHS = (4, 6, 3, 6)
 ALL = [Intervention(), Off(), Reset(1), Reset(3), Other(), Random(seed=4)]
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
@@ -29,7 +38,7 @@ def subject(request: pytest.FixtureRequest) -> Any:
 
 
 def prompts() -> list[list[int]]:
-    return [ids[:length].tolist() for ids, length in zip(token_ids(4, 8), LENGTHS, strict=True)]
+    return [ids[:length].tolist() for ids, length in zip(token_ids(4, 6), LENGTHS, strict=True)]
 
 
 def answers(model: Any, intervention: Intervention, rows: Any = None, **settings: Any) -> list[list[int]]:
@@ -180,3 +189,105 @@ def test_wrong_inputs_are_named() -> None:
         decode(model, [[1], []], ["a", "b"], Off(), max_new_tokens=1)
     with pytest.raises(ValueError, match="every=0"):
         Reset(0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers alone are recurrent: its prompts take one call."""
+    folder = tmp_path_factory.mktemp("models")
+    opened = save_opened_retrofit(save_tiny_base(folder / "base"), folder / "opened")
+    model = cc.T2MLRForCausalLM.from_pretrained(opened)
+    model.config.prompt_recurrence = False
+    model.save_pretrained(opened)
+    tokenizer = character_tokenizer()
+    tokenizer.eos_token = "~"
+    for each in (folder / "base", opened):
+        tokenizer.save_pretrained(each)
+    return opened
+
+
+def ablate(model: Path, output: Path, *more: object) -> Any:
+    """On three problems."""
+    given = ["ablate", model, "--task", "variable_assignment:depth=1", "--limit", 3, "--output", output, *more]
+    return CliRunner().invoke(app, [str(word) for word in given])
+
+
+def outputs(folder: Path, condition: str) -> list[str]:
+    return [record.output for record in read_answers(folder / f"{condition}.jsonl").records]
+
+
+def test_command_compares_conditions_and_goes_on(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--reset", "1,1000", "--batch-size", 2)
+    result = ablate(saved, tmp_path / "scores", *asked)
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "scores" / "ablation.json").read_text())
+    conditions = facts["conditions"]
+    assert list(conditions) == ["intact", "off", "reset-1", "reset-1000", "other", "random"]
+    assert all(any(line.startswith(name) for line in result.stdout.splitlines()) for name in conditions)
+    assert conditions["reset-1000"]["changed_rate"] == 0
+    assert conditions["reset-1000"]["compared_to_intact"][0]["difference"] == {"mean": 0, "low": 0, "high": 0}
+    assert all(conditions[name]["changed_rate"] > 0 for name in ("off", "reset-1", "other", "random"))
+    assert {"accuracy.png", "accuracy.svg"} <= {file.name for file in (tmp_path / "scores").iterdir()}
+
+    assert ablate(saved, tmp_path / "others", "--conditions", "other", "--batch-size", 3).exit_code == 0
+    assert outputs(tmp_path / "others", "other") == outputs(
+        tmp_path / "scores", "other"
+    )  # partners are not of the batch
+
+    lines = (tmp_path / "scores" / "other.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "scores" / "other.jsonl").write_text("".join(lines[:-1]) + lines[-1][:9])  # as a kill leaves it
+    continued: list[Any] = []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        continued.append(given)
+        return decode(*given, **more)
+
+    monkeypatch.setattr(ablation, "decode", counted)
+    before = outputs(tmp_path / "others", "other")
+    assert ablate(saved, tmp_path / "scores", *asked).exit_code == 0
+    ((_, _, ids, intervention),) = continued
+    assert ids == ["test-0-2"] and intervention == Other()
+    assert outputs(tmp_path / "scores", "other") == before
+
+    result = ablate(saved, tmp_path / "scores", *asked, "--seed", 5)
+    assert result.exit_code == 1 and "intervention.seed: 0 -> 5" in result.stderr and len(continued) == 1
+
+
+def test_unchanged_answers_are_those_of_evaluation(saved: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_base(str(saved)), load_tokenizer(str(saved))
+    task = get_reasoning_task("variable_assignment", depth=1)
+    problems = task.problems("test", count=2)
+    for recurrence in (True, False):
+        settings = AnsweringSettings(prompt_recurrence=recurrence, solver="exact")
+        folder = tmp_path / str(recurrence)
+        ablation.run_ablation(model, tokenizer, task, problems, [Intervention()], folder, settings)
+        expected = answer_problems(model, tokenizer, task, problems, settings)
+        assert outputs(folder, "intact") == [record.output for record in expected]
+
+
+def test_what_cannot_be_ablated_is_said_at_once(saved: Path, tmp_path: Path) -> None:
+    output = tmp_path / "scores"
+    for more, code, words in (
+        (("--reset", "4,0"), 2, "'0' is not a number"),
+        (("--conditions", "off", "--reset", "4"), 2, "has no effect"),
+        (("--conditions", "off", "--seed", "4"), 2, "has no effect"),
+        (("--conditions", "othr"), 1, "Did you mean 'other'"),
+        (("--task", "variable_assignment:deep=2"), 1, "no option 'deep'"),
+        (("--limit", "1"), 1, "at least two"),
+    ):
+        result = ablate(saved, output, *more)
+        assert result.exit_code == code, result.output
+        assert words in " ".join(result.stderr.split()), result.stderr
+    result = ablate(saved.parent / "base", output)
+    assert result.exit_code == 1 and "no recurrence" in result.stderr
+    assert not output.exists()
+
+
+def test_closed_gates_are_warned_of(saved: Path, tmp_path: Path) -> None:
+    tokenizer, task = load_tokenizer(str(saved)), get_reasoning_task("variable_assignment", depth=1)
+    model = cc.retrofit(load_base(str(saved.parent / "base")), 1, 3)
+    with pytest.warns(UserWarning, match="gate on the state is closed"):
+        facts = ablation.run_ablation(
+            model, tokenizer, task, task.problems("test", count=1), ablation.interventions_of(["off"]), tmp_path
+        )
+    assert facts["conditions"]["off"]["changed_rate"] == 0

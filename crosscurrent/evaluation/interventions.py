@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Intervention:
-    """Nothing is changed; the others are subclasses.
+    """Nothing is changed. The others are subclasses.
 
     Attributes:
         name: of the condition, in file names too.
@@ -59,17 +59,12 @@ class Intervention:
         ('intact', 'reset-4')
     """
 
+    is_recurrent: ClassVar[bool] = True
+    reads_partners: ClassVar[bool] = False
+
     @property
     def name(self) -> str:
         return "intact"
-
-    @property
-    def is_recurrent(self) -> bool:
-        return True
-
-    @property
-    def reads_partners(self) -> bool:
-        return False
 
     def read(self, moment: Moment) -> Tensor:
         """[B, D] the state that the next token is to read."""
@@ -80,13 +75,11 @@ class Intervention:
 class Off(Intervention):
     """No token is recurrent: none is fused with a state. Of a T2MLR this leaves the base's layers, as they were trained."""
 
+    is_recurrent: ClassVar[bool] = False
+
     @property
     def name(self) -> str:
         return "off"
-
-    @property
-    def is_recurrent(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -123,13 +116,11 @@ class Other(Intervention):
     Where the other prompt has not begun yet there is no predecessor, and after the other answer its last state stays.
     """
 
+    reads_partners: ClassVar[bool] = True
+
     @property
     def name(self) -> str:
         return "other"
-
-    @property
-    def reads_partners(self) -> bool:
-        return True
 
     def read(self, moment: Moment) -> Tensor:
         assert moment.partners is not None
