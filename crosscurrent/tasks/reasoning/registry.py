@@ -4,10 +4,19 @@ from dataclasses import fields
 from typing import Any
 
 from crosscurrent.suggestions import did_you_mean
+from crosscurrent.tasks.reasoning.gsm8k import GSM8K, GSMAugEquations, GSMAugLanguage
 from crosscurrent.tasks.reasoning.task import ReasoningTask
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 
-_TASKS: dict[str, type[ReasoningTask]] = {task.name: task for task in (VariableAssignment,)}
+_TASKS: dict[str, type[ReasoningTask]] = {
+    task.name: task
+    for task in (
+        GSM8K,
+        GSMAugEquations,
+        GSMAugLanguage,
+        VariableAssignment,
+    )
+}
 
 
 def reasoning_task_names() -> list[str]:
