@@ -278,6 +278,8 @@ def test_what_cannot_be_ablated_is_said_at_once(saved: Path, tmp_path: Path) -> 
         result = ablate(saved, output, *more)
         assert result.exit_code == code, result.output
         assert words in " ".join(result.stderr.split()), result.stderr
+    result = ablate(saved, saved)
+    assert result.exit_code == 1 and "holds something else" in result.stderr
     result = ablate(saved.parent / "base", output)
     assert result.exit_code == 1 and "no recurrence" in result.stderr
     assert not output.exists()

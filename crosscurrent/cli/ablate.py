@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crosscurrent.cli.evaluate import Dtype
+from crosscurrent.cli.evaluate import Dtype, PromptFormat, SplitName
 
 
 def ablate(
@@ -31,12 +31,16 @@ def ablate(
     data: Annotated[
         Path | None, typer.Option(help="The task's files, if it is not a generated one.", show_default="the hub")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Ask the first so many problems of the test split.")] = 200,
+    split: Annotated[SplitName, typer.Option(help="Which problems.")] = SplitName.test,
+    limit: Annotated[int, typer.Option(min=1, help="Ask the first so many of them.")] = 200,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Problems per pass. It changes no score but by rounding.")
     ] = 16,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, show_default="the task's", help="Cut answers off after so many tokens.")
+    ] = None,
+    prompt_format: Annotated[
+        PromptFormat | None, typer.Option(show_default="the task's", help="Ask as a chat, or as plain text.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: as they are saved.")] = Dtype.auto,
 ) -> None:
@@ -70,15 +74,21 @@ def ablate(
     import torch
 
     from crosscurrent.evaluation.answering import AnsweringSettings
-    from crosscurrent.experiments.ablation import RESETS, interventions_of, run_ablation
+    from crosscurrent.experiments.ablation import RESETS, interventions_of, refuse_other_folder, run_ablation
+    from crosscurrent.experiments.answering import tasks_of
     from crosscurrent.models.base import load_base, load_tokenizer
 
-    interventions = interventions_of(names, counts or RESETS, seed or 0)
-    settings = AnsweringSettings(batch_size=batch_size, max_new_tokens=max_new_tokens)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give a folder.")
-    chosen = _task(task)
-    problems = chosen.problems("test", data, limit)
+    interventions = interventions_of(
+        names, counts or RESETS, seed or 0
+    )  # mistakes are named before the model is loaded
+    refuse_other_folder(output)
+    chosen = tasks_of([task])[task]
+    problems = chosen.problems(split.value, data, limit)  # type: ignore[arg-type]
+    settings = AnsweringSettings(
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        prompt_format=None if prompt_format is None else prompt_format.value,  # type: ignore[arg-type]
+    )
     tokenizer = load_tokenizer(model)
     language_model: Any = load_base(model, dtype=dtype.value)
     language_model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,14 +102,6 @@ def _counts(text: str | None) -> list[int]:
     if strange:
         raise typer.BadParameter(f"--reset: {strange[0]!r} is not a number of at least 1; give such as 1,4,16.")
     return [int(word) for word in words]
-
-
-def _task(text: str) -> Any:
-    from crosscurrent.experiments.settings import overrides
-    from crosscurrent.tasks.reasoning import get_reasoning_task
-
-    name, separator, options = text.partition(":")
-    return get_reasoning_task(name, **overrides(options.split(",")) if separator else {})
 
 
 def _table(facts: dict[str, Any]) -> str:
@@ -117,9 +119,12 @@ def _table(facts: dict[str, Any]) -> str:
             compared = found.get("compared_to_intact")
             less = _with_interval(compared[place]["difference"], "+") if compared else ""
             shares = [found.get(key) for key in ("changed_rate", "parse_failure_rate", "truncation_rate")]
-            changed, unparsed, cut = ("" if share is None else f"{share:.1%}" for share in shares)
-            lines.append(f"{name:<11}{score:>27}{less:>27}{changed:>9}{unparsed:>10}{cut:>8}")
-    lines += ["", "changed: outputs that are not those of intact; unparsed: without an answer; cut: without an end"]
+            changed, unread, cut = ("" if share is None else f"{share:.1%}" for share in shares)
+            lines.append(f"{name:<11}{score:>27}{less:>27}{changed:>9}{unread:>11}{cut:>9}")
+    lines += [
+        "",
+        "intervals: 95 %, paired by problem for the difference; changed: outputs that are not those of intact",
+    ]
     return "\n".join(lines)
 
 

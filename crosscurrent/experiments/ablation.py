@@ -1,6 +1,7 @@
 """Where recurrence helps: one model's answers to the same problems, its carried state left alone, cut off or exchanged."""
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -37,6 +38,7 @@ from crosscurrent.version import __version__
 ABLATION = "ablation.json"
 CONDITIONS = ("intact", "off", "reset", "other", "random")
 RESETS = (1, 4, 16)
+_OWN = re.compile(r"ablation\.json|accuracy\.(png|svg)|(intact|off|reset-[0-9]+|other|random)\.jsonl")
 SHARED = ("task", "settings", "recurrence", "model", "data")  # by all conditions
 
 
@@ -70,6 +72,18 @@ def interventions_of(
         "random": [Random(seed)],
     }
     return [one for name in CONDITIONS if name in ("intact", *conditions) for one in known[name]]
+
+
+def refuse_other_folder(output: Path) -> None:
+    """Raise ValueError if a place for an ablation holds something else. An ablation is gone on with."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: give the name of a folder.")
+    names = sorted(path.name for path in output.iterdir()) if output.exists() else []
+    others = [name for name in names if not (name.startswith(".") or _OWN.fullmatch(name))]
+    if others:
+        raise ValueError(
+            f"{output} holds something else ({others[0]}): give a new folder, or the one of this ablation."
+        )
 
 
 def run_ablation(
@@ -110,6 +124,7 @@ def run_ablation(
         task = get_reasoning_task("variable_assignment", depth=2)
         run_ablation(model, tokenizer, task, task.problems("test", count=200), interventions_of(), Path("ablation"))
     """
+    refuse_other_folder(output)
     inner = model_with_feedback(model)
     _warn_if_nothing_can_change(inner)
     settings = settings or AnsweringSettings()
