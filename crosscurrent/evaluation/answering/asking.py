@@ -127,6 +127,11 @@ class Session:
             for sample in range(settings.num_samples)
         ]
 
+    @property
+    def prompts(self) -> dict[str, list[int]]:
+        """The token ids of the prompts that are asked, by problem."""
+        return {item.problem.id: item.prompt_ids for item in self._items if not item.is_too_long}
+
     def answer(self, file: Path | None = None) -> list[Record]:
         """The records, kept in a file if there is one."""
         records_file = None if file is None else RecordsFile(file)
