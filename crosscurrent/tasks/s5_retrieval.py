@@ -25,7 +25,7 @@ DELIMITER, SLOT = "|", "_"
 
 
 class S5Retrieval(Task):
-    """The key of a step is its own permutation.
+    """Products of permutations, and beside each product the letters that a dictionary has for the step's permutation.
 
     Attributes:
         num_entries: of the dictionary.
@@ -67,7 +67,7 @@ class S5Retrieval(Task):
 
 
 class S5RetrievalState(S5Retrieval):
-    """The key of a step is the product so far."""
+    """Products of permutations, and beside each product the letters that a dictionary has for it."""
 
     name = "s5_retrieval_state"
     num_entries = len(PERMUTATIONS)
