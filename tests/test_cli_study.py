@@ -28,7 +28,12 @@ SHORT = (
     "task.num_test=2",
     "task.num_validation=2",
 )
-LENGTHS = {"mod5_flat": ([5], [9], [11]), "addition": ([3], [3], [4])}
+LENGTHS = {
+    "mod5_flat": ([5], [9], [11]),
+    "addition": ([3], [3], [4]),
+    "s5_retrieval": ([2], [2], [3]),
+    "s5_retrieval_state": ([2], [2], [3]),
+}
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not name.startswith(("text/", "reasoning/"))])
