@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 from crosscurrent.tasks.splits import Split, check_request, random_numbers, split_of
 
@@ -45,9 +46,7 @@ def _syllable(index: int) -> str:
     return _CONSONANTS[consonant] + _VOWELS[vowel]
 
 
-def example(
-    split: Split, index: int, seed: int = 0, min_steps: int = MIN_STEPS, max_steps: int = MAX_STEPS
-) -> Example:
+def example(split: Split, index: int, seed: int = 0, min_steps: int = MIN_STEPS, max_steps: int = MAX_STEPS) -> Example:
     """The problem number `index` of a split.
 
     The backbone leads from the first node to the last. Beside it run NUM_LANES lanes from the first node to the last,
@@ -64,7 +63,7 @@ def example(
     Example:
         >>> one = example("train", index=0)
         >>> one.path[:3], len(one.path) - 1, len(one.edges)
-        (('zobof', 'bidux', 'dubak'), 18, 143)
+        (('tumef', 'fenif', 'gukoz'), 11, 96)
     """
     check_request(split, index)
     check_steps(min_steps, max_steps)
@@ -79,7 +78,8 @@ def check_steps(min_steps: int, max_steps: int) -> None:
     """Raise ValueError unless there are backbones of that many steps."""
     if type(min_steps) is not int or type(max_steps) is not int or not 1 <= min_steps <= max_steps <= LONGEST:
         raise ValueError(
-            f"min_steps={min_steps!r} and max_steps={max_steps!r} are not allowed: give 1 <= min_steps <= max_steps <= {LONGEST}."
+            f"min_steps={min_steps!r}, max_steps={max_steps!r} is not allowed: "
+            f"give 1 <= min_steps <= max_steps <= {LONGEST}."
         )
 
 
@@ -96,6 +96,6 @@ def _draw(numbers: random.Random, steps: int) -> Example:
     chains = [path, *([path[0], *fresh(length - 1), path[-1]] for length in lane_steps)]
     joints = sorted({node for chain in chains for node in chain} - {path[-1]})
     chains += [[numbers.choice(joints), *fresh(length)] for length in dead_steps]
-    edges = [edge for chain in chains for edge in zip(chain, chain[1:], strict=False)]
+    edges = [edge for chain in chains for edge in pairwise(chain)]
     numbers.shuffle(edges)
     return Example(tuple(edges), tuple(path))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -61,7 +62,7 @@ class Pathfinding(ReasoningTask):
         if not path:
             return Verdict(None, dict.fromkeys(self.metrics, 0.0))
         edges = {(origin, end) for origin, end in problem.details["edges"]}
-        follows_edges = all(step in edges for step in zip(path, path[1:], strict=False))
+        follows_edges = all(step in edges for step in pairwise(path))
         is_valid = follows_edges and path[0] == shortest[0] and path[-1] == shortest[-1]
         return Verdict(
             " ".join(path),

@@ -4,10 +4,22 @@ from dataclasses import fields
 from typing import Any
 
 from crosscurrent.suggestions import did_you_mean
+from crosscurrent.tasks.reasoning.hotpotqa import Hotpotqa
+from crosscurrent.tasks.reasoning.pathfinding import Pathfinding
+from crosscurrent.tasks.reasoning.prosqa import Prosqa, ProsqaGenerated
 from crosscurrent.tasks.reasoning.task import ReasoningTask
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 
-_TASKS: dict[str, type[ReasoningTask]] = {task.name: task for task in (VariableAssignment,)}
+_TASKS: dict[str, type[ReasoningTask]] = {
+    task.name: task
+    for task in (
+        VariableAssignment,
+        Pathfinding,
+        Prosqa,
+        ProsqaGenerated,
+        Hotpotqa,
+    )
+}
 
 
 def reasoning_task_names() -> list[str]:
