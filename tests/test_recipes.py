@@ -239,27 +239,13 @@ def test_shipped_studies_are_whole(name: str) -> None:
     runs = found.plan(name)
     assert found.seeds == (42, 43, 44)
     assert {f"{name}/{run.task}/{run.model}" for run in runs} <= set(recipe_names())
-<<<<<<< HEAD
     for prefix, kind in (("text/", TextRecipe), ("reasoning/", FinetuneRecipe)):
         if name.startswith(prefix):
             assert all(isinstance(run.recipe, kind) for run in runs)
             return
-    assert {run.recipe.task.name for run in runs} >= {
-        "parity",
-        "s5_standard",
-        "s5_swaps",
-        "mod5_flat",
-        "mod5_brackets",
-        "addition",
-    }
-=======
-    if name.startswith("text/"):
-        assert all(isinstance(run.recipe, TextRecipe) for run in runs)
-        return
     retrieval = {"s5_retrieval", "s5_retrieval_state"}
     tracking = {"parity", "s5_standard", "s5_swaps", "mod5_flat", "mod5_brackets", "addition"}
     assert {run.recipe.task.name for run in runs} >= (retrieval if name.startswith("s5_retrieval/") else tracking)
->>>>>>> 26b29d0298cf759657d349f6dee28cf4ccd7fa44
     assert all(run.recipe.data_seeds.train == 20260914 for run in runs)
 
 
