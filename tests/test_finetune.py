@@ -198,7 +198,7 @@ def test_packed_problems_equal_problems_alone(is_recurrent: bool, base: Path) ->
         total = model(**batch, use_cache=False).loss * (batch["labels"][:, 1:] != IGNORED).sum()
         total.backward()
         gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-        losses.append((len(rows), float(total), gradients))
+        losses.append((len(rows), total.item(), gradients))
     (num_padded, loss, gradients), (num_packed, packed_loss, packed_gradients) = losses
     assert num_packed < num_padded
     assert packed_loss == pytest.approx(loss, rel=1e-9)

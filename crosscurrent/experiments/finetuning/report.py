@@ -62,8 +62,8 @@ def _entries(path: Path, models: dict[str, list[FinetuneRunFolder]]) -> list[Ent
     first = next(iter(models.values()))[0]
     for folders in models.values():
         refuse_other_versions(f"{folders[0].path} was made", folders[0].versions(), first.versions())
-        headers = [read_answers(folder.answers_file).header for folder in (folders[0], first)]
-        refuse_incomparable(*headers, str(first.path))
+        one, other = (read_answers(folder.answers_file).header for folder in (folders[0], first))
+        refuse_incomparable(one, other, str(first.path))
     untouched = path / UNTOUCHED / "answers.jsonl"
     if untouched.exists():
         answers = read_answers(untouched)
