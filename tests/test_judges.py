@@ -59,8 +59,8 @@ def outputs(problem: Problem) -> Iterator[str]:
     numbers = random.Random(7)
     pieces = [*PIECES, *problem.completion.split(), problem.completion]
     yield from ("", "\x00", problem.completion * 2000)
-    yield from (piece * 50_000 for piece in PIECES)
-    for _ in range(2000):
+    yield from (piece * 20_000 for piece in PIECES)
+    for _ in range(1000):
         anything = "".join(chr(numbers.randrange(0x110000)) for _ in range(3))
         drawn = numbers.choices([*pieces, anything, numbers.choice(string.printable)], k=numbers.randrange(30))
         yield numbers.choice(["", " "]).join(drawn)
