@@ -477,18 +477,23 @@ def test_mistakes_on_the_command_line(arguments: list[str], code: int, words: st
 # ---- a released model ----
 
 
+@pytest.fixture(scope="module")
+def released() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer."""
+    return load_base("smollm2-135m"), load_tokenizer("smollm2-135m")
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "math500"])
-def test_a_released_model_is_scored_as_by_its_own_generate(name: str) -> None:
-    """SmolLM2-135M-Instruct untouched, and with a fresh recurrence."""
+def test_a_released_model_is_scored_as_by_its_own_generate(name: str, released: tuple[Any, Any]) -> None:
+    """Untouched, and with a fresh recurrence."""
     if "CROSSCURRENT_TEST_DATA" not in os.environ:
         pytest.skip("CROSSCURRENT_TEST_DATA is not set")
-    base, tokenizer = load_base("smollm2-135m"), load_tokenizer("smollm2-135m")
+    base, tokenizer = released
     task = get_reasoning_task(name)
     problems = task.problems("test", data=Path(os.environ["CROSSCURRENT_TEST_DATA"]), count=2)
-    expected = [by_hand(base, tokenizer, task, problem, max_new_tokens=5) for problem in problems]
-    retrofitted = cc.retrofit(base, layer_start=12, layer_end=18)
-    for model in (base, retrofitted):
-        settings = AnsweringSettings(batch_size=2, max_new_tokens=5)
+    expected = [by_hand(base, tokenizer, task, problem, max_new_tokens=4) for problem in problems]
+    settings = AnsweringSettings(batch_size=2, max_new_tokens=4)
+    for model in (base, cc.retrofit(base, layer_start=12, layer_end=18)):
         found = answer_problems(model, tokenizer, task, problems, settings)
         assert [(record.output, record.scores) for record in found] == expected
 
