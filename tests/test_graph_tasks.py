@@ -255,6 +255,8 @@ CHAIN = "Eva is a impus.\nEvery impus is a rempus.\n"
         ("Eva is a tumpus.\nEvery tumpus is a rempus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         ("Every impus is a rempus.\nEva is a impus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         ("Eva is a impus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
+        ("Every impus is a rempus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
+        ("Eva is a tumpus.\nEvery impus is a rempus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         (f"{CHAIN}Every rempus is a yumpus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         ("Since Eva is a impus, Eva is a rempus.", "Eva is a rempus", 1, 0),
         (CHAIN, "impus is a rempus", 0, 1),
