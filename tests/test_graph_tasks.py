@@ -187,7 +187,10 @@ def check_ontology(task: ReasoningTask, problem: Problem) -> tuple[int, int, int
 
 @needs_data
 def test_published_and_generated_problems_are_sound_and_alike() -> None:
-    """The generator's means are near those of the 800 published problems. 0.1: about four standard errors of the worst."""
+    """The generator was fitted to these 800 problems, so near means show that it still is, not that it fits others.
+
+    Tolerances are three to five standard errors of the difference; persons, known to be 0.6 too many, have more.
+    """
     published, questions, names = [], set(), set()
     for split, file, count in PROSQA_FILES:
         task = get_reasoning_task("prosqa")
@@ -255,6 +258,8 @@ CHAIN = "Eva is a impus.\nEvery impus is a rempus.\n"
         ("Eva is a tumpus.\nEvery tumpus is a rempus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         ("Every impus is a rempus.\nEva is a impus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         ("Eva is a impus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
+        ("Every impus is a rempus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
+        ("Eva is a tumpus.\nEvery impus is a rempus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         (f"{CHAIN}Every rempus is a yumpus.\n### Eva is a rempus.", "Eva is a rempus", 1, 0),
         ("Since Eva is a impus, Eva is a rempus.", "Eva is a rempus", 1, 0),
         (CHAIN, "impus is a rempus", 0, 1),
