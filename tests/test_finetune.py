@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import crosscurrent as cc
 from crosscurrent.cli.main import app
 from crosscurrent.data.problems import ProblemTokenizer
-from crosscurrent.evaluation.answering import compare, read_answers
+from crosscurrent.evaluation.answering import Estimate, Record, compare, read_answers
 from crosscurrent.experiments.finetuning.comparing import baseline_of
 from crosscurrent.experiments.finetuning.examples import pack
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
-from crosscurrent.experiments.finetuning.report import read_comparisons
+from crosscurrent.experiments.finetuning.report import Entry, difference, read_comparisons
 from crosscurrent.experiments.finetuning.run import build_finetuned, run_finetune
 from crosscurrent.experiments.settings import merge, validated
 from crosscurrent.experiments.study import find_recipe, recipe_names
@@ -337,3 +337,26 @@ def test_a_comparison_needs_a_retrofit(base: Path, tmp_path: Path) -> None:
     assert run_cli("finetune", "rlt/mini/parity/rlt-1").exit_code == 1
     assert run_cli("finetune", written(base, tmp_path), "--baselines", "bseline").exit_code == 2
     assert not (tmp_path / "runs").exists()
+
+
+def answered(*right: list[int]) -> tuple[Record, ...]:
+    """Records of some problems; of each the scores of its outputs."""
+    return tuple(
+        Record(f"p{number}", sample, "", "", "", "", {"accuracy": float(score)}, 1, 1, False, False, 0.0)
+        for number, scores in enumerate(right)
+        for sample, score in enumerate(scores)
+    )
+
+
+def test_differences_are_over_common_seeds() -> None:
+    """Of seeds 1 and 2 the first model has 1 and 0 right on p0; the second has only seed 2."""
+    ours = Entry("retrofit", ({}, {}), answered([1, 0], [0, 1]), seeds=(1, 2))
+    theirs = Entry("baseline", ({},), answered([1], [0]), seeds=(2,))
+    found = difference(ours, theirs)
+    assert (found.difference.mean, found.num_better, found.num_worse) == (0.0, 1, 1)  # 0 - 1 on p0, 1 - 0 on p1
+    untouched = Entry("untouched", (), answered([0], [0]), seeds=())
+    assert difference(ours, untouched).difference.mean == 0.5
+    assert difference(ours, ours).difference == Estimate(0.0, 0.0, 0.0)
+    other = Entry("other", ({},), answered([1], [1]), seeds=(3,))
+    with pytest.raises(ValueError, match="no seed in common"):
+        difference(ours, other)

@@ -106,7 +106,11 @@ def _side_by_side(answers: Sequence[Sequence[Record]]) -> tuple[Record, ...]:
 
 
 def difference(entry: Entry, baseline: Entry) -> Comparison:
-    """Of the first metric, paired by problem; over seeds that both have, or the only output of a model without seeds."""
+    """Of the first metric, paired by problem; over seeds that both have, or the only output of a model without seeds.
+
+    Raises:
+        ValueError: they have no seed in common.
+    """
     ours, theirs = _matched(entry, baseline)
     return compare(ours, theirs)[0]
 
@@ -117,7 +121,12 @@ def _matched(entry: Entry, other: Entry) -> tuple[tuple[Record, ...], tuple[Reco
     common = [seed for seed in entry.seeds if seed in other.seeds]
     if common:
         return _of_seeds(entry, common), _of_seeds(other, common)
-    copies = max(len(entry.seeds), len(other.seeds), 1)  # a model without seeds answers the same way each time
+    if entry.seeds and other.seeds:
+        raise ValueError(
+            f"{entry.model} (seeds {list(entry.seeds)}) and {other.model} (seeds {list(other.seeds)}) have no seed in common: "
+            "run both with the same ones."
+        )
+    copies = max(len(entry.seeds), len(other.seeds))  # a model without seeds answers the same way each time
     return _repeated(entry, copies), _repeated(other, copies)
 
 
