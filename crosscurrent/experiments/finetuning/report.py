@@ -123,8 +123,8 @@ def _matched(entry: Entry, other: Entry) -> tuple[tuple[Record, ...], tuple[Reco
         return _of_seeds(entry, common), _of_seeds(other, common)
     if entry.seeds and other.seeds:
         raise ValueError(
-            f"{entry.model} (seeds {list(entry.seeds)}) and {other.model} (seeds {list(other.seeds)}) have no seed in common: "
-            "run both with the same ones."
+            f"{entry.model} (seeds {list(entry.seeds)}) and {other.model} (seeds {list(other.seeds)}) have no seed in "
+            "common: run both with the same ones."
         )
     copies = max(len(entry.seeds), len(other.seeds))  # a model without seeds answers the same way each time
     return _repeated(entry, copies), _repeated(other, copies)
