@@ -5,6 +5,7 @@ from typing import Any
 
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.reasoning.gsm8k import GSM8K, GSMAugEquations, GSMAugLanguage
+from crosscurrent.tasks.reasoning.math500 import MATH500
 from crosscurrent.tasks.reasoning.task import ReasoningTask
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 
@@ -14,6 +15,7 @@ _TASKS: dict[str, type[ReasoningTask]] = {
         GSM8K,
         GSMAugEquations,
         GSMAugLanguage,
+        MATH500,
         VariableAssignment,
     )
 }
