@@ -305,6 +305,7 @@ def test_records_of_something_else_are_not_gone_on_with(model: Any, folders: dic
         (b"\n".join([lines[0], lines[1][:-9], lines[2], b""]), "line 2 is damaged"),
         (b"\n".join([lines[0], b"{}", lines[2], b""]), "line 2 is no record"),
         (b"\n".join([lines[1], lines[2], b""]), "no file of records"),
+        (b"\n".join([lines[0], lines[2], lines[1], b""]), "in the order of the problems"),
         (b"", "no file of records"),
     ):
         file.write_bytes(damaged)

@@ -77,7 +77,7 @@ def main(
     crosscurrent generate retrofitted "What is the capital of France?"
     crosscurrent inspect retrofitted --text "Once upon a time, there was a fox."
     crosscurrent gap retrofitted notes.txt               how far training is from decoding
-    crosscurrent evaluate retrofitted                    score it zero-shot
+    crosscurrent evaluate retrofitted                    score it zero-shot, or on reasoning tasks
     crosscurrent ablate retrofitted --task gsm8k --output ablation   where recurrence helps
     crosscurrent prepare corpus.jsonl --tokenizer smollm2-135m --output tokens
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task

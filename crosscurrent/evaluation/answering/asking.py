@@ -136,6 +136,11 @@ class Session:
         """The records, kept in a file if there is one."""
         records_file = None if file is None else RecordsFile(file)
         records = [] if records_file is None else records_file.open(self.header)
+        expected = [(item.problem.id, item.sample) for item in self._items[: len(records)]]
+        if [(record.id, record.sample) for record in records] != expected:
+            raise ValueError(
+                f"{file} does not hold its outputs in the order of the problems: restore it, or delete it."
+            )
         with tqdm(total=len(self._items), initial=len(records), desc=self.task.name, unit="output", leave=False) as bar:
             for batch in in_batches(self._items[len(records) :], self.settings.batch_size):
                 found = self._records(batch)

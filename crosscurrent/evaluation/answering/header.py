@@ -39,7 +39,7 @@ def header_of(
         settings: how they are put to the model.
         name: of the model, to be read by people; of a folder only the last part is kept.
     """
-    return {
+    header = {
         "format": FORMAT,
         "task": {"name": task.name, "options": asdict(task)},  # type: ignore[call-overload]
         "num_problems": len(problems),
@@ -49,6 +49,8 @@ def header_of(
         "recurrence": recurrence_of(model, settings),
         "model": {"name": shareable_name(name), "fingerprint": fingerprint(model)},
     }
+    plain: dict[str, Any] = json.loads(json.dumps(header, default=str))  # as it is read again: tuples are lists
+    return plain
 
 
 def refuse_incomparable(header: dict[str, Any], baseline: dict[str, Any], name: str = "the baseline") -> None:

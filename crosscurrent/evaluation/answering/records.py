@@ -46,6 +46,7 @@ class Record:
 
 
 _FIELDS = {field.name for field in fields(Record)}
+_HEADER = {"format", "task", "num_problems", "data", "settings", "prompts", "recurrence", "model"}
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ class RecordsFile:
         """
         *lines, _ = self.path.read_bytes().split(b"\n")
         rows = [self._row(number, line) for number, line in enumerate(lines, start=1)]
-        if not rows or rows[0].get("format") != FORMAT or not isinstance(rows[0].get("settings"), dict):
+        if not rows or rows[0].keys() != _HEADER or rows[0]["format"] != FORMAT:
             raise ValueError(
-                f"{self.path} is no file of records, or of another version: its first line says no format."
+                f"{self.path} is no file of records of this version: its first line does not say what they depend on."
             )
         for number, row in enumerate(rows[1:], start=2):
             if row.keys() != _FIELDS:

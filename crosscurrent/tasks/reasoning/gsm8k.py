@@ -8,12 +8,14 @@ the test questions are left out of all training.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
 from tqdm import tqdm
 
-from crosscurrent.tasks.reasoning.mathematics import number_answered, read_number, written
+from crosscurrent.tasks.reasoning.final_answers import first_block, last_box, marked_answer, phrased_answer
+from crosscurrent.tasks.reasoning.numbers import last_number, read_number, written
 from crosscurrent.tasks.reasoning.records import (
     HubSplit,
     Record,
@@ -70,6 +72,21 @@ def solution_of(record: Record) -> Solution:
     if read_number(answer) is None:
         raise record.wrong("answer", f"ends with no number: {answer[:40]!r}")
     return Solution([line.strip() for line in lines if line.strip()], answer)
+
+
+def number_answered(output: str) -> Fraction | None:
+    """The number that a model gave as its answer; None if none can be read.
+
+    It is looked for after "####", then in the last \\boxed{}, then after "the answer is"; else it is the last number. What
+    follows the first complete answer does not count.
+
+    Example:
+        >>> print(number_answered("48 + 24 = 72\\n#### 72\\n\\nTom has 3 apples. #### 9"))
+        72
+    """
+    block = first_block(output)
+    answer = marked_answer(block) or last_box(block) or phrased_answer(block)
+    return read_number(answer) if answer else last_number(block)
 
 
 class _GradeSchool(ReasoningTask):

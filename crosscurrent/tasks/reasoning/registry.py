@@ -6,6 +6,7 @@ from typing import Any
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.reasoning.gsm8k import GSM8K, GSMAugEquations, GSMAugLanguage
 from crosscurrent.tasks.reasoning.hotpotqa import Hotpotqa
+from crosscurrent.tasks.reasoning.math500 import MATH500
 from crosscurrent.tasks.reasoning.pathfinding import Pathfinding
 from crosscurrent.tasks.reasoning.prosqa import Prosqa, ProsqaGenerated
 from crosscurrent.tasks.reasoning.task import ReasoningTask
@@ -17,6 +18,7 @@ _TASKS: dict[str, type[ReasoningTask]] = {
         GSM8K,
         GSMAugEquations,
         GSMAugLanguage,
+        MATH500,
         VariableAssignment,
         Pathfinding,
         Prosqa,
