@@ -105,7 +105,7 @@ def run_ablation(
         tokenizer: the model's.
         task: which says how problems are asked and judged.
         problems: of the task; ids must be unique.
-        interventions: of different names, as `interventions_of` gives them; among them `Intervention()`, which changes nothing.
+        interventions: as `interventions_of` gives them: of different names, and `Intervention()` among them.
         output: a folder. It gets a .jsonl of records for each condition, which a call that was killed goes on from, then a
             figure (accuracy.png and .svg) and, last, ablation.json.
         settings: how problems are asked. Its solver has no effect, and it must be greedy.
@@ -153,7 +153,9 @@ def run_ablation(
 def _check_interventions(interventions: Sequence[Intervention]) -> None:
     names = [one.name for one in interventions]
     if "intact" not in names or len(set(names)) < len(names):
-        raise ValueError(f"the interventions are {', '.join(names)}: give each name once, and Intervention() among them.")
+        raise ValueError(
+            f"the interventions are {', '.join(names)}: give each name once, and Intervention() among them."
+        )
 
 
 class _Writer(Writer):
