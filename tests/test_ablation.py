@@ -265,6 +265,11 @@ def test_unchanged_answers_are_those_of_evaluation(saved: Path, tmp_path: Path) 
         assert outputs(folder, "intact") == [record.output for record in expected]
 
 
+def test_help_teaches_by_example() -> None:
+    result = CliRunner().invoke(app, ["ablate", "--help"])
+    assert result.exit_code == 0 and "Example: crosscurrent ablate" in result.stdout
+
+
 def test_what_cannot_be_ablated_is_said_at_once(saved: Path, tmp_path: Path) -> None:
     output = tmp_path / "scores"
     for more, code, words in (
@@ -278,6 +283,8 @@ def test_what_cannot_be_ablated_is_said_at_once(saved: Path, tmp_path: Path) -> 
         result = ablate(saved, output, *more)
         assert result.exit_code == code, result.output
         assert words in " ".join(result.stderr.split()), result.stderr
+    with pytest.raises(ValueError, match="random, random"):
+        ablation.run_ablation(None, None, None, [], [Random(1), Random(2)], output)  # type: ignore[arg-type]
     result = ablate(saved, saved)
     assert result.exit_code == 1 and "holds something else" in result.stderr
     result = ablate(saved.parent / "base", output)

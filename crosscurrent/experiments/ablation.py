@@ -105,7 +105,7 @@ def run_ablation(
         tokenizer: the model's.
         task: which says how problems are asked and judged.
         problems: of the task; ids must be unique.
-        interventions: the first of them `Intervention()`, which changes nothing.
+        interventions: as `interventions_of` gives them: of different names, and `Intervention()` among them.
         output: a folder. It gets a .jsonl of records for each condition, which a call that was killed goes on from, then a
             figure (accuracy.png and .svg) and, last, ablation.json.
         settings: how problems are asked. Its solver has no effect, and it must be greedy.
@@ -116,7 +116,8 @@ def run_ablation(
         that are not those of "intact" (`changed_rate`) and the paired differences to its scores (`compared_to_intact`).
 
     Raises:
-        ValueError: the model has no feedback, or no other problem to take a state from; what `answer_problems` raises.
+        ValueError: the model has no feedback, there is no other problem to take a state from, or the interventions are not
+            as above; what `answer_problems` raises.
         OSError: the folder cannot be written, or another process is at work in it.
 
     Example::
@@ -125,6 +126,7 @@ def run_ablation(
         run_ablation(model, tokenizer, task, task.problems("test", count=200), interventions_of(), Path("ablation"))
     """
     refuse_other_folder(output)
+    _check_interventions(interventions)
     inner = model_with_feedback(model)
     _warn_if_nothing_can_change(inner)
     settings = settings or AnsweringSettings()
@@ -146,6 +148,14 @@ def run_ablation(
         save_figure(draw(facts), output / "accuracy")
         write_whole(output / ABLATION, json.dumps(facts, indent=2) + "\n")
     return facts
+
+
+def _check_interventions(interventions: Sequence[Intervention]) -> None:
+    names = [one.name for one in interventions]
+    if "intact" not in names or len(set(names)) < len(names):
+        raise ValueError(
+            f"the interventions are {', '.join(names)}: give each name once, and Intervention() among them."
+        )
 
 
 class _Writer(Writer):
