@@ -10,7 +10,7 @@ _MOST_BOXES = 20  # that are looked at, from the end
 _BOX = re.compile(r"\\f?boxed\s*\{")
 
 # A model that runs on past its answer begins another turn of the chat, or another exercise.
-_NEXT_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text)\|>|</s>")
+_NEXT_TURN = re.compile(r"(?!\A)<\|(?:im_end|im_start|endoftext|eot_id|end_of_text)\|>|(?!\A)</s>")
 _NEXT_EXERCISE = re.compile(
     r"\n[ \t]*(?:\*\*)?(?:Question|Problem|Exercise|Q|User|Human)\b[ \t]*\d*[ \t]*(?:\*\*)?[ \t]*:"
 )

@@ -5,10 +5,11 @@ from fractions import Fraction
 
 _LONGEST_NUMBER = 60
 _SPACES = "\u00a0\u2009\u202f"
+_PART = r"(?:\{\s*(-?[0-9.,]+)\s*\}|([0-9]))"  # of a fraction
 _REPLACED = [
     (re.compile(r"(?<=[0-9)])\*\*(?=[0-9(-])"), "^"),
     (re.compile(r"[−–‒﹣－]"), "-"),
-    (re.compile(r"\\[dtc]?frac\s*\{\s*(-?[0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}"), r" \1/\2"),
+    (re.compile(rf"\\[dtc]?frac\s*{_PART}\s*{_PART}"), r" \1\2/\3\4"),
     (re.compile(r"\\(?:text|textbf|mathbf|mathrm|boxed)\s*\{"), " "),
     (re.compile(r"\\[!,;: ]|\{,\}(?=[0-9]{3})"), ""),
     (re.compile(r"\\?[$€£¥₹]|\*\*|[{}]|\\left|\\right"), ""),
@@ -79,7 +80,7 @@ def _value(found: re.Match[str]) -> Fraction | None:
             return None
         value /= divisor
     value += int(found["whole"] or 0)
-    return -value if (found["sign"] or "").startswith(("-", " -")) else value
+    return -value if "-" in (found["sign"] or "") else value
 
 
 def written(number: Fraction) -> str:
