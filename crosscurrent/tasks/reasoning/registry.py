@@ -9,6 +9,7 @@ from crosscurrent.tasks.reasoning.hotpotqa import Hotpotqa
 from crosscurrent.tasks.reasoning.math500 import MATH500
 from crosscurrent.tasks.reasoning.pathfinding import Pathfinding
 from crosscurrent.tasks.reasoning.prosqa import Prosqa, ProsqaGenerated
+from crosscurrent.tasks.reasoning.question_answer import QuestionAnswer
 from crosscurrent.tasks.reasoning.task import ReasoningTask
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 
@@ -24,6 +25,7 @@ _TASKS: dict[str, type[ReasoningTask]] = {
         Prosqa,
         ProsqaGenerated,
         Hotpotqa,
+        QuestionAnswer,
     )
 }
 
