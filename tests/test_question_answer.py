@@ -54,7 +54,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'number'"):
         get_reasoning_task("question_answer", judged_as="numbers")
     task = get_reasoning_task("question_answer")
-    with pytest.raises(ValueError, match=r"train\.jsonl or train\.json"):
+    with pytest.raises(ValueError, match=r"validation\.jsonl or validation\.json"):
         task.problems("train")  # neither a folder nor a data set of the hub
     other = [{"question": "c?", "answer": "5"}]
     wrong = [{"question": "a?", "answer": "b"}, {"question": "a?", "answer": " "}]
