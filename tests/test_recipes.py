@@ -10,6 +10,7 @@ import yaml
 from transformers import LlamaForCausalLM
 
 import crosscurrent as cc
+from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.kinds import load_recipe
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run import build_model
@@ -238,17 +239,13 @@ def test_shipped_studies_are_whole(name: str) -> None:
     runs = found.plan(name)
     assert found.seeds == (42, 43, 44)
     assert {f"{name}/{run.task}/{run.model}" for run in runs} <= set(recipe_names())
-    if name.startswith("text/"):
-        assert all(isinstance(run.recipe, TextRecipe) for run in runs)
-        return
-    assert {run.recipe.task.name for run in runs} >= {
-        "parity",
-        "s5_standard",
-        "s5_swaps",
-        "mod5_flat",
-        "mod5_brackets",
-        "addition",
-    }
+    for prefix, kind in (("text/", TextRecipe), ("reasoning/", FinetuneRecipe)):
+        if name.startswith(prefix):
+            assert all(isinstance(run.recipe, kind) for run in runs)
+            return
+    retrieval = {"s5_retrieval", "s5_retrieval_state"}
+    tracking = {"parity", "s5_standard", "s5_swaps", "mod5_flat", "mod5_brackets", "addition"}
+    assert {run.recipe.task.name for run in runs} >= (retrieval if name.startswith("s5_retrieval/") else tracking)
     assert all(run.recipe.data_seeds.train == 20260914 for run in runs)
 
 
@@ -265,6 +262,61 @@ def test_the_paper_recipes_have_the_published_sizes() -> None:
     assert find_recipe("rlt/paper/mod5_flat/rlt-0", {})[1].training.max_steps == 5000
     assert isinstance(build_model(find_recipe("rlt/mini/parity/transformer", {})[1]), LlamaForCausalLM)
     assert isinstance(build_model(find_recipe("rlt/mini/parity/t2mlr", {})[1]), cc.T2MLRForCausalLM)
+
+
+@pytest.mark.parametrize("model", ["transformer", "t2mlr"])
+@pytest.mark.parametrize("positions", ["none", "rope"])
+def test_without_positions_the_order_of_the_context_makes_no_difference(model: str, positions: str) -> None:
+    """To one layer of attention. In a T2MLR the context is a prompt, since the order of recurrent tokens counts."""
+    sizes = {"num_hidden_layers": 1, "positions": positions}
+    recipe = tiny_recipe(model, model=sizes | ({"layer_start": 0, "layer_end": 1} if model == "t2mlr" else {}))
+    built = build_model(recipe).eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(5.0)
+    ids = torch.tensor([[2, 0, 0, 1, 1, 0, 1], [1, 0, 2, 0, 1, 0, 1]])
+    mask = {"recurrent_mask": (torch.arange(7) >= 6).expand_as(ids)} if model == "t2mlr" else {}
+    one, other = built(ids, **mask, use_cache=False).logits[:, -1]
+    assert torch.allclose(one, other, atol=1e-5) == (positions == "none")
+
+
+def test_a_t2mlr_without_positions_is_solved_saved_and_generates_as_any(tmp_path: Path) -> None:
+    built = build_model(tiny_recipe("t2mlr", model={"positions": "none"})).eval()
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.mul_(3.0).add_(0.3 if "_scale" in name else 0.0)
+    built.save_pretrained(tmp_path)
+    loaded = cc.T2MLRForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.tensor([[2, 0, 1, 1, 0, 1]])
+    exact = built(ids, solver=cc.Sequential(), use_cache=False).logits
+    assert torch.equal(loaded(ids, solver=cc.Sequential(), use_cache=False).logits, exact)
+    iterated = built(ids, solver=cc.Jacobi(iterations=6, backward_iterations=6), use_cache=False).logits
+    assert torch.allclose(iterated, exact, atol=1e-5)
+    written = loaded.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for stop in range(6, 10):
+        logits = built(written[:, :stop], solver=cc.Sequential(), use_cache=False).logits
+        assert int(logits[0, -1].argmax()) == int(written[0, stop])
+
+
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_models_of_s5_retrieval_are_of_equal_size(scale: str) -> None:
+    sizes = {}
+    for model in ("t2mlr", "transformer", "lstm"):
+        _, recipe = find_recipe(f"s5_retrieval/{scale}/s5_retrieval/{model}")
+        with torch.device("meta"):
+            built = recipe.model.build(recipe.vocab_size)
+        sizes[model] = built.num_parameters()
+        if model != "lstm":
+            assert not any(layer.self_attn.use_rope for layer in built.model.layers)
+    assert max(sizes.values()) < 1.05 * min(sizes.values()), sizes
+
+
+def test_the_s5_retrieval_recipe_is_the_published_one() -> None:
+    _, recipe = find_recipe("s5_retrieval/paper/s5_retrieval/t2mlr")
+    assert (recipe.training.batch_size, recipe.training.max_steps, recipe.training.learning_rate) == (64, 150_000, 1e-3)
+    assert (recipe.model.hidden_size, recipe.model.num_hidden_layers) == (384, 4)
+    assert (recipe.model.layer_start, recipe.model.layer_end) == (0, 4)  # all layers are recurrent
+    assert recipe.task.train_lengths == tuple(range(1, 33)) and max(recipe.task.test_lengths) == 48
 
 
 @pytest.mark.parametrize(("shape", "layers"), [("135m", "12-18"), ("360m", "13-19"), ("1b", "6-9")])
@@ -320,4 +372,5 @@ def test_the_study_in_the_documentation_is_valid(tmp_path: Path) -> None:
     assert len(load_study(tmp_path / "my-study.yaml").plan("my-study")) == 9
     (recipe,) = [block for block in blocks if "cells:" not in block]
     (tmp_path / "my.yaml").write_text(recipe)
-    assert load_recipe(tmp_path / "my.yaml").curriculum.feedback_interval is not None
+    found = load_recipe(tmp_path / "my.yaml")
+    assert not isinstance(found, FinetuneRecipe) and found.curriculum.feedback_interval is not None

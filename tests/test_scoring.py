@@ -1,5 +1,6 @@
 """Scores against counting by hand, on models whose answers are known."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crosscurrent.data.generated import TrainingExamples, collate
+from crosscurrent.data.generated import TrainingExamples, collate, inputs_for
 from crosscurrent.evaluation.scoring import METRICS, Examples, Predictions, metrics_of, predict
-from crosscurrent.experiments.run import build_model
-from crosscurrent.tasks import IGNORED, Task, get_task, task_names
+from crosscurrent.experiments.run import build_model, run
+from crosscurrent.experiments.run_folder import RunFolder
+from crosscurrent.recurrence import Sequential
+from crosscurrent.tasks import IGNORED, Example, Task, get_task, task_names
+from crosscurrent.tasks.s5_retrieval import S5Retrieval
 from tests.recipes import tiny_recipe
 
 
@@ -58,8 +62,13 @@ def test_each_metric_by_hand() -> None:
     predicted = torch.tensor([[9, 2, 3], [1, 2, IGNORED]])
     said = Predictions(predicted, targets, loss=0.0, generated=targets)
     found = {name: METRICS[name](said) for name in METRICS}
-    expected = {"final": 1.0, "prefix": 0.8, "sequence": 0.5, "answer_tokens": 0.8, "exact": 1.0}
-    assert found == pytest.approx(expected)
+    expected = {"final": 1.0, "prefix": 0.8, "tokens": 0.8, "sequence": 0.5, "answer_tokens": 0.8, "exact": 1.0}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    of_steps = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]]
+    targets, predicted = torch.tensor(of_steps), torch.tensor(of_steps)
+    predicted[0, [5, 7]] = predicted[1, 9] = 0  # a state and a letter, and a letter of the other sequence
+    said = Predictions(predicted, targets, loss=0.0)
+    assert [METRICS[name](said) for name in ("states", "values", "tokens")] == pytest.approx([3 / 4, 14 / 16, 17 / 20])
 
 
 def test_metrics_judge_the_answer_whatever_the_loss_covers() -> None:
@@ -130,3 +139,86 @@ def test_collate_pads_only_where_lengths_differ() -> None:
     ragged = collate([task.example("train", 5, 0), task.example("train", 3, 0)])
     assert ragged["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
     assert ragged["labels"][1, 4:].tolist() == [IGNORED, IGNORED]
+
+
+def prompted(name: str = "t2mlr", **changes: Any) -> Any:
+    """A model for S5-Retrieval, large enough weights to make a difference, and its recipe."""
+    task = {"name": "s5_retrieval", "train_lengths": [2], "validation_lengths": [2], "test_lengths": [3]}
+    built = build_model(tiny_recipe(name, task=task, **changes)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in built.named_parameters():
+            parameter.mul_(3.0).add_(0.3 if "_scale" in parameter_name else 0.0)
+    return built
+
+
+def test_collate_marks_prompts() -> None:
+    prompt = Example((2, 0, 1, 1), (IGNORED, IGNORED, IGNORED, 1), num_prompt=2)
+    batch = collate([prompt, Example((2, 0, 1), (IGNORED, IGNORED, 1))])
+    assert batch["recurrent_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("name", ["t2mlr", "rlt-1", "transformer", "lstm"])
+def test_recurrent_models_are_told_of_prompts_and_others_are_not(name: str) -> None:
+    batch = collate([get_task("s5_retrieval").example("train", 2, index) for index in range(2)])
+    taken = inputs_for(prompted(name), batch)
+    assert set(taken) == {"input_ids", "recurrent_mask"} if name in ("t2mlr", "rlt-1") else {"input_ids"}
+
+
+@pytest.mark.parametrize("name", ["t2mlr", "rlt-1"])
+def test_prompts_are_not_recurrent_in_tests(name: str) -> None:
+    """Logits, and so the loss, are those of a call with the mask, and others without it."""
+    task, built = get_task("s5_retrieval"), prompted(name)
+    examples = Examples(task, "test", (3,), 4, seed=1, solver=Sequential())
+    ((_, said),) = predict(built, examples, generates=False)
+    batch = collate([task.example("test", 3, index, 1) for index in range(4)])
+    mask = (torch.arange(batch["input_ids"].shape[1]) >= 82).expand_as(batch["input_ids"])
+    losses = []
+    for recurrent_mask in (mask, None):
+        logits = built(batch["input_ids"], recurrent_mask=recurrent_mask, solver=Sequential(), use_cache=False).logits
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item())
+    assert said.loss == pytest.approx(losses[0], rel=1e-5) and abs(losses[0] - losses[1]) > 1e-3
+
+
+class WritesItsState(S5Retrieval):
+    """As S5-Retrieval with a single step, whose answer is written by the model."""
+
+    name = "writes_its_state"
+    metrics = ("exact",)
+
+
+def test_prompts_are_not_recurrent_in_generation() -> None:
+    task, built = WritesItsState(), prompted("t2mlr")
+    examples = Examples(task, "test", (1,), 3, seed=1, solver=Sequential())
+    ((_, said),) = predict(built, examples, generates=True)
+    assert said.generated is not None
+    differing = 0
+    for index in range(3):
+        one = task.example("test", 1, index, 1)
+        written = {}
+        for num_prompt in (one.num_prompt, 0):
+            ids = list(one.tokens[: one.num_prompt + 1])
+            for _ in range(5):
+                mask = torch.arange(len(ids))[None] >= num_prompt
+                logits = built(torch.tensor([ids]), recurrent_mask=mask, solver=Sequential(), use_cache=False).logits
+                ids.append(int(logits[0, -1].argmax()))
+            written[num_prompt] = ids[-5:]
+        assert said.generated[index].tolist() == written[one.num_prompt]
+        differing += written[0] != written[one.num_prompt]
+    assert differing
+
+
+@pytest.mark.parametrize("name", ["t2mlr", "lstm"])
+def test_prompts_are_not_recurrent_in_training(name: str, tmp_path: Path) -> None:
+    """The first loss of a run against that of the starting weights, computed by hand."""
+    task = {"name": "s5_retrieval", "train_lengths": [2], "validation_lengths": [2], "test_lengths": [3]}
+    recipe = tiny_recipe(name, task=task, training={"max_steps": 1, "batch_size": 4})
+    assert run(recipe, tmp_path / "run") is not None
+    (row,) = [row for row in RunFolder(tmp_path / "run").metrics.rows() if "loss" in row]
+    built = build_model(recipe)
+    examples = [get_task("s5_retrieval").example("train", 2, index, recipe.data_seeds.train) for index in range(4)]
+    batch = collate(examples)
+    inputs = {"recurrent_mask": batch["recurrent_mask"]} if name == "t2mlr" else {}
+    logits = built(batch["input_ids"], **inputs, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+    assert row["loss"] == pytest.approx(loss, rel=1e-5)

@@ -6,11 +6,13 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from transformers import logging as transformers_logging
 
+from crosscurrent.cli.ablate import ablate
 from crosscurrent.cli.bench import bench
 from crosscurrent.cli.consolidate import consolidate
 from crosscurrent.cli.demo import demo
 from crosscurrent.cli.errors import ReportingGroup
 from crosscurrent.cli.evaluate import evaluate
+from crosscurrent.cli.finetune import finetune
 from crosscurrent.cli.gap import gap
 from crosscurrent.cli.generate import generate
 from crosscurrent.cli.info import info
@@ -38,9 +40,11 @@ for command in (
     inspect,
     gap,
     evaluate,
+    ablate,
     prepare,
     recipes,
     train,
+    finetune,
     reproduce,
     consolidate,
     report,
@@ -74,8 +78,10 @@ def main(
     crosscurrent inspect retrofitted --text "Once upon a time, there was a fox."
     crosscurrent gap retrofitted notes.txt               how far training is from decoding
     crosscurrent evaluate retrofitted                    score it zero-shot
+    crosscurrent ablate retrofitted --task gsm8k --output ablation   where recurrence helps
     crosscurrent prepare corpus.jsonl --tokenizer smollm2-135m --output tokens
     crosscurrent train rlt/mini/parity/rlt-1             train a model on a task
+    crosscurrent finetune reasoning/mini/variable_assignment-2/retrofit    beside its baselines
     crosscurrent reproduce rlt --scale mini              run a whole study
     crosscurrent bench --all                             measure what recurrence costs
     crosscurrent scaling --model 135m                    estimate what training costs on GPUs

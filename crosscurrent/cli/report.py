@@ -13,13 +13,15 @@ def report(
     """Show runs side by side: one page, figures and tables.
 
     Of tasks: writes report.html, which needs nothing but itself, figures/ (PNG and SVG) and tables/ (CSV and JSON). Of
-    text: validation loss against tokens and against seconds (PNG, SVG, CSV), and a table (Markdown). Runs that are not
-    finished are left out.
+    text: validation loss against tokens and against seconds (PNG, SVG, CSV), and a table (Markdown). Of fine-tuning: scores
+    with paired intervals, for each folder of models a table (Markdown, JSON) and a figure. Runs that are not finished are
+    left out.
 
     \b
     Example: crosscurrent report runs/rlt-mini -o report
     """
     from crosscurrent.experiments.aggregate import collect
+    from crosscurrent.experiments.finetuning.report import finetune_folders, read_comparisons, write_comparison
     from crosscurrent.experiments.report import write_report
     from crosscurrent.experiments.text_report import read_text_runs, text_folders, write_text_report
 
@@ -28,6 +30,12 @@ def report(
         found = read_text_runs(on_text)
         files = write_text_report(found, output)
         typer.echo(f"{len(found)} finished runs of {len(on_text)}\nWritten: {', '.join(map(str, files))}")
+        return
+    if finetune_folders(runs):
+        compared = read_comparisons(runs)
+        for folder, entries in compared.items():
+            place = output if len(compared) == 1 else output / folder.name
+            typer.echo(f"Written: {', '.join(map(str, write_comparison(entries, place)))}")
         return
     collection = collect(runs)
     written = write_report(collection, output)

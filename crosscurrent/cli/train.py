@@ -28,7 +28,7 @@ def train(
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
     output: Annotated[Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")] = None,
 ) -> None:
-    """Train a model on a task, select a checkpoint by validation, and test it; or train one on text.
+    """Train a model on a task, select a checkpoint by validation, and test it; train one on text; or fine-tune one.
 
     The folder holds the resolved recipe, every metric of every step, and the model. If the command is stopped, the same
     command goes on from the last checkpoint. Text is prepared first: `crosscurrent prepare`. On several GPUs:
@@ -41,7 +41,8 @@ def train(
              crosscurrent train my.yaml --output runs/mine
              crosscurrent train text/nano/wikipedia/t2mlr data.prepared=wikipedia-tokens
     """
-    from crosscurrent.experiments.kinds import run_any
+    from crosscurrent.experiments.kinds import run_any, summary
+    from crosscurrent.experiments.recipe import Recipe
     from crosscurrent.experiments.settings import overrides
     from crosscurrent.experiments.study import find_recipe
     from crosscurrent.experiments.text_recipe import TextRecipe
@@ -50,7 +51,10 @@ def train(
     folder = output if output is not None else Path("runs") / name / f"seed-{found.seed}"
     result = run_any(found, folder, name)
     if result is not None:
-        typer.echo(_text_scores(result) if isinstance(found, TextRecipe) else _scores(found.task.name, result))
+        if isinstance(found, Recipe):
+            typer.echo(_scores(found.task.name, result))
+        else:
+            typer.echo(_text_scores(result) if isinstance(found, TextRecipe) else summary(found, result))
         typer.echo(f"Written: {folder}")
 
 
@@ -112,7 +116,7 @@ def reproduce(
     from crosscurrent.experiments.study import find_study
 
     name, found = find_study(study, scale)
-    runs = found.plan(name, _words(only), _words(models), _numbers(seeds), overrides(changes or []))
+    runs = found.plan(name, words_of(only), words_of(models), numbers_of(seeds), overrides(changes or []))
     folder = output if output is not None else Path("runs") / name.replace("/", "-")
     if plan:
         typer.echo("\n".join(f"{folder / run.name}{_state(folder, run)}" for run in runs))
@@ -139,12 +143,14 @@ def _state(output: Path, planned: Any) -> str:
     return "  done" if folder.is_done else "  begun" if folder.recipe_file.exists() else ""
 
 
-def _words(text: str | None) -> list[str]:
+def words_of(text: str | None) -> list[str]:
+    """What stands between commas."""
     return [word.strip() for word in text.split(",")] if text else []
 
 
-def _numbers(text: str | None) -> list[int]:
-    words = _words(text)
+def numbers_of(text: str | None) -> list[int]:
+    """The seeds between commas."""
+    words = words_of(text)
     strange = [word for word in words if not word.isdecimal()]
     if strange:
         raise typer.BadParameter(f"--seeds: {strange[0]!r} is not a number.")

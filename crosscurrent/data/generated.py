@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.tasks import IGNORED, Example, Task
 from crosscurrent.tasks.splits import Split, random_numbers
 
@@ -58,8 +59,9 @@ class TrainingExamples(Dataset[Example]):
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
-    """Model inputs and targets: input_ids and labels [B, T] int64; attention_mask [B, T] if something is padded.
+    """Model inputs and targets: input_ids and labels [B, T] int64.
 
+    With them an attention_mask [B, T] if something is padded, and a recurrent_mask [B, T], 0 for prompts, if there are any.
     The labels are not shifted: labels[:, i] is what the logits at position i should say.
 
     Example:
@@ -75,7 +77,16 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     }
     if any(short for _, short in rows):
         batch["attention_mask"] = torch.tensor([[1] * (longest - short) + [0] * short for _, short in rows])
+    if any(example.num_prompt for example in examples):
+        prompts = torch.tensor([example.num_prompt for example in examples])
+        batch["recurrent_mask"] = (torch.arange(longest) >= prompts[:, None]).long()
     return batch
+
+
+def inputs_for(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of a collated batch a model is given: of the masks a recurrent model alone takes recurrent_mask."""
+    masks = ("attention_mask", "recurrent_mask") if isinstance(model, RecurrentCausalLM) else ("attention_mask",)
+    return {name: batch[name] for name in ("input_ids", *masks) if name in batch}
 
 
 def held_out(

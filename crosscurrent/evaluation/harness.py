@@ -5,7 +5,6 @@ choice of the solver that scores.
         run --model crosscurrent --model_args pretrained=FOLDER,solver=exact --tasks lambada_openai
 """
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,47 +15,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from crosscurrent.evaluation.solver_choice import CONFIGURED, scoring_solver
 from crosscurrent.models.base import PACKAGED, load_base, load_tokenizer
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.wrapped import find_recurrent_model
-from crosscurrent.recurrence import Sequential, Solver, as_solver, solver_to_dict
-from crosscurrent.suggestions import did_you_mean
-
-CONFIGURED, EXACT = "configured", "exact"
-
-
-def scoring_solver(choice: str | dict[str, Any] | Solver) -> Solver | None:
-    """The solver that a choice names; None for the one that the model is configured with.
-
-    Args:
-        choice: "configured", "exact" (token by token), a solver, or one as a recipe writes it: a dictionary, or its JSON.
-
-    Raises:
-        ValueError: it is none of these, or a setting is unknown or not allowed.
-
-    Example:
-        >>> scoring_solver("exact")
-        Sequential(truncate=None, recompute_every=None)
-        >>> scoring_solver('{"name": "jacobi", "iterations": 8}').iterations
-        8
-        >>> scoring_solver("configured") is None
-        True
-    """
-    if not isinstance(choice, str):
-        return as_solver(choice)
-    if choice == CONFIGURED:
-        return None
-    if choice == EXACT:
-        return Sequential()
-    if not choice.lstrip().startswith("{"):
-        raise ValueError(
-            f"solver {choice!r} is not known: give {CONFIGURED}, {EXACT}, or a solver's settings as JSON, such as "
-            f'{{"name": "jacobi", "iterations": 8}}.{did_you_mean(choice, (CONFIGURED, EXACT))}'
-        )
-    try:
-        return as_solver(json.loads(choice))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"solver {choice!r} is not JSON ({error.msg} at character {error.pos}).") from error
+from crosscurrent.recurrence import Solver, as_solver, solver_to_dict
 
 
 @register_model("crosscurrent")

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from crosscurrent.data.generated import held_out
+from crosscurrent.data.generated import held_out, inputs_for
 from crosscurrent.recurrence import Solver
 from crosscurrent.tasks import IGNORED, Task
+from crosscurrent.tasks.s5_retrieval import STEP_LENGTH
 from crosscurrent.tasks.splits import Split
 
 
@@ -45,6 +46,15 @@ def _tokens(answers: Predictions) -> float:
     return (answers.predicted == answers.targets)[asked].float().mean().item()
 
 
+def _states(answers: Predictions) -> float:
+    return (answers.predicted == answers.targets)[:, ::STEP_LENGTH].float().mean().item()
+
+
+def _values(answers: Predictions) -> float:
+    is_value = torch.arange(answers.targets.shape[1]) % STEP_LENGTH != 0
+    return _tokens(replace(answers, predicted=answers.predicted[:, is_value], targets=answers.targets[:, is_value]))
+
+
 def _sequence(answers: Predictions) -> float:
     return (answers.predicted == answers.targets).all(dim=1).float().mean().item()
 
@@ -57,6 +67,9 @@ def _exact(answers: Predictions) -> float:
 METRICS: dict[str, Callable[[Predictions], float]] = {
     "final": _final,  # the final answer
     "prefix": _tokens,  # every supervised position, each counted once
+    "tokens": _tokens,  # the same under the name that S5-Retrieval has for it
+    "states": _states,  # S5-Retrieval: the running products
+    "values": _values,  # S5-Retrieval: the letters looked up
     "sequence": _sequence,  # all positions of the sequence
     "answer_tokens": _tokens,  # the answer's tokens, each after the right ones before it
     "exact": _exact,  # the whole answer, written greedily by the model itself
@@ -150,7 +163,7 @@ def _predict_batch(
     model: PreTrainedModel, batch: dict[str, Tensor], logit_scale: float, options: dict[str, Any]
 ) -> tuple[Tensor, float]:
     """Predicted ids [B, S] at the answers' positions, and the summed loss."""
-    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
+    inputs = {name: values.to(model.device) for name, values in inputs_for(model, batch).items()}
     logits = model(**inputs, use_cache=False, **options).logits.float().cpu() * logit_scale
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
     return _squeeze(logits.argmax(dim=-1), batch["answers"]), loss.item()
@@ -178,13 +191,13 @@ def _generate(model: PreTrainedModel, batch: dict[str, Tensor], options: dict[st
     targets = _squeeze(batch["answers"], batch["answers"])
     starts = (batch["answers"] != IGNORED).to(torch.int8).argmax(dim=1)
     written = torch.full_like(targets, IGNORED)
+    given = inputs_for(model, batch)
     for start in starts.unique().tolist():
         rows = (starts == start).nonzero().flatten()
-        prompts = batch["input_ids"][rows, : start + 1].to(model.device)
+        prompts = {name: values[rows, : start + 1].to(model.device) for name, values in given.items()}
         width = targets.shape[1]
         whole = model.generate(  # type: ignore[operator]
-            prompts,
-            attention_mask=torch.ones_like(prompts),
+            **(prompts | {"attention_mask": torch.ones_like(prompts["input_ids"])}),
             max_new_tokens=width,
             min_new_tokens=width,
             do_sample=False,

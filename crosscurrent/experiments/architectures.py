@@ -5,7 +5,15 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field, field_validator
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosscurrent.experiments.settings import Settings
@@ -57,18 +65,22 @@ class TransformerRecipe(Size):
     """A transformers Llama.
 
     Attributes:
+        positions: "rope": rotary; "none": no positional encoding, and rope_theta without effect. A Llama without one is
+            a SmolLM3 to transformers.
         num_key_value_heads: null: as many as num_attention_heads.
         rms_norm_eps: of all its norms.
     """
 
     architecture: Literal["transformer"]
+    positions: Literal["rope", "none"] = "rope"
     num_key_value_heads: Count | None = None
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
 
     def build(self, vocab_size: int) -> PreTrainedModel:
-        return LlamaForCausalLM(self._llama(vocab_size))
+        config = self._llama(vocab_size)
+        return SmolLM3ForCausalLM(config) if isinstance(config, SmolLM3Config) else LlamaForCausalLM(config)
 
-    def _llama(self, vocab_size: int) -> LlamaConfig:
+    def _llama(self, vocab_size: int) -> LlamaConfig | SmolLM3Config:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}."
@@ -78,20 +90,23 @@ class TransformerRecipe(Size):
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}."
             )
-        return LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            rms_norm_eps=self.rms_norm_eps,
-            tie_word_embeddings=True,
-            max_position_embeddings=4096,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        settings: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        if self.positions == "none":
+            return SmolLM3Config(**settings, pad_token_id=None, no_rope_layers=[0] * self.num_hidden_layers)
+        return LlamaConfig(**settings)
 
 
 class T2MLRRecipe(TransformerRecipe):

@@ -1,8 +1,11 @@
-"""The two kinds of runs, on a task and on text: told apart by what their recipes hold."""
+"""The kinds of runs, on a task, on text and on reasoning problems: told apart by what their recipes hold."""
 
 from pathlib import Path
 from typing import Any
 
+from crosscurrent.experiments.finetuning.comparing import one_line
+from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
+from crosscurrent.experiments.finetuning.run import FinetuneRunFolder, run_finetune
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run import run
 from crosscurrent.experiments.run_folder import RunFolder
@@ -10,23 +13,28 @@ from crosscurrent.experiments.settings import merge, read_yaml, validated
 from crosscurrent.experiments.text_recipe import TextRecipe
 from crosscurrent.experiments.text_run import TextRunFolder, run_text
 
-AnyKind = Recipe | TextRecipe
+AnyKind = Recipe | TextRecipe | FinetuneRecipe
+
+_KINDS: dict[str, type[AnyKind]] = {"task": Recipe, "data": TextRecipe, "problems": FinetuneRecipe}
 
 
 def recipe_of(values: Any, source: str) -> AnyKind:
-    """A recipe from plain values: of a run on text if it has `data`, else on a task.
+    """A recipe from plain values: of a run on a `task`, on text (`data`), or on reasoning `problems`.
 
     Raises:
         ValueError: something in it is not allowed; the message names the source and the key.
     """
-    is_text = isinstance(values, dict) and "data" in values
-    if is_text and "task" in values:
-        raise ValueError(f"{source}: a recipe has either a task or data, not both.")
-    if isinstance(values, dict) and not is_text and "task" not in values:
+    if not isinstance(values, dict):
+        return validated(Recipe, values, source)
+    given = [key for key in _KINDS if key in values]
+    if not given:
         raise ValueError(
-            f"{source}: a recipe has a task ({{name: parity}}) or data ({{prepared: FOLDER, ...}}): give one."
+            f"{source}: a recipe has a task ({{name: parity}}), data ({{prepared: FOLDER, ...}}) or problems "
+            "({name: gsm8k, ...}): give one."
         )
-    return validated(TextRecipe, values, source) if is_text else validated(Recipe, values, source)
+    if len(given) > 1:
+        raise ValueError(f"{source}: a recipe has either {' or '.join(given)}, not both.")
+    return validated(_KINDS[given[0]], values, source)
 
 
 def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> AnyKind:
@@ -44,12 +52,15 @@ def load_recipe(path: Path, changes: dict[str, Any] | None = None) -> AnyKind:
 
 def folder_of(recipe: AnyKind, path: Path) -> RunFolder:
     """The folder of a run of this kind."""
-    return TextRunFolder(path) if isinstance(recipe, TextRecipe) else RunFolder(path)
+    kinds: dict[type, type[RunFolder]] = {TextRecipe: TextRunFolder, FinetuneRecipe: FinetuneRunFolder}
+    return kinds.get(type(recipe), RunFolder)(path)
 
 
 def run_any(recipe: AnyKind, path: Path, name: str = "") -> dict[str, Any] | None:
-    """Do a run of either kind: see `run` and `run_text`."""
-    return run_text(recipe, path, name) if isinstance(recipe, TextRecipe) else run(recipe, path, name)
+    """Do a run of any kind: see `run`, `run_text` and `run_finetune`."""
+    if isinstance(recipe, TextRecipe):
+        return run_text(recipe, path, name)
+    return run_finetune(recipe, path, name) if isinstance(recipe, FinetuneRecipe) else run(recipe, path, name)
 
 
 def summary(recipe: AnyKind, result: dict[str, Any]) -> str:
@@ -59,6 +70,8 @@ def summary(recipe: AnyKind, result: dict[str, Any]) -> str:
             f"{result['steps']} steps, {result['tokens']:,} tokens in {result['training_seconds']:.0f} s, validation loss "
             f"{result['validation_loss']:.4f}"
         )
+    if isinstance(recipe, FinetuneRecipe):
+        return one_line(recipe, result)
     metric = recipe.task.task.metrics[0]
     scores = result["test"]
     first, last = min(scores, key=int), max(scores, key=int)

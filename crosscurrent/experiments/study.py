@@ -152,7 +152,7 @@ class PlannedRun:
 
     task: str
     model: str
-    recipe: Any  # of a run on a task or on text
+    recipe: Any  # of one of the kinds
 
     @property
     def name(self) -> str:
@@ -177,6 +177,9 @@ def shipped_studies() -> dict[str, Path]:
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
 
 
+_PARTS_OF_RECIPES = (("task", "model"), ("data", "model"), ("problems", "base"))
+
+
 def load_study(path: Path) -> Study:
     """A study from a YAML file.
 
@@ -185,7 +188,7 @@ def load_study(path: Path) -> Study:
         OSError: it cannot be read.
     """
     values = read_yaml(path)
-    if isinstance(values, dict) and ({"task", "model"} <= set(values) or {"data", "model"} <= set(values)):
+    if isinstance(values, dict) and any({one, other} <= set(values) for one, other in _PARTS_OF_RECIPES):
         raise ValueError(f"{path} is a recipe, not a study: `crosscurrent train` runs it.")
     return validated(Study, values, str(path))
 

@@ -5,6 +5,7 @@ from crosscurrent.tasks.addition import Addition
 from crosscurrent.tasks.modular import Mod5Brackets, Mod5Flat
 from crosscurrent.tasks.parity import Parity
 from crosscurrent.tasks.permutations import S5Standard, S5Swaps
+from crosscurrent.tasks.s5_retrieval import S5Retrieval, S5RetrievalState
 from crosscurrent.tasks.task import BOS, Task
 
 _TASKS: dict[str, Task] = {}
@@ -56,5 +57,5 @@ def task_names() -> list[str]:
     return sorted(_TASKS)
 
 
-for _task in (Parity, S5Standard, S5Swaps, Mod5Flat, Mod5Brackets, Addition):
+for _task in (Parity, S5Standard, S5Swaps, Mod5Flat, Mod5Brackets, Addition, S5Retrieval, S5RetrievalState):
     register_task(_task())

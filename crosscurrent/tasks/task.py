@@ -25,19 +25,25 @@ _MOST_DRAWS = 10_000  # a tenth of all payloads belongs to each held-out split, 
 class Example:
     """Token ids as the model reads them, BOS first, and at each position the id to predict there, or IGNORED.
 
-    Targets are not shifted: `targets[i]` is what the logits at position i should say.
+    Targets are not shifted: `targets[i]` is what the logits at position i should say. The first `num_prompt` tokens, BOS
+    among them, are a prompt that is not recurrent; 0: all tokens are.
     """
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
+    num_prompt: int = 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An example in symbols: what is read after BOS, and beside each symbol the one to predict there, or None."""
+    """An example in symbols: what is read after BOS, and beside each symbol the one to predict there, or None.
+
+    The first `num_prompt` symbols and the BOS before them are not recurrent; 0: all are, BOS too.
+    """
 
     read: Symbols
     predict: tuple[str | None, ...]
+    num_prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,15 @@ class Task(ABC):
 
         Example:
             >>> from crosscurrent.tasks import get_task
-            >>> get_task("parity").example("test", length=8, index=0)
-            Example(tokens=(2, 0, 0, 0, 1, 0, 0, 0, 0), targets=(-100, -100, -100, -100, -100, -100, -100, -100, 1))
+            >>> example = get_task("parity").example("test", length=8, index=0)
+            >>> example.tokens, example.targets
+            ((2, 0, 0, 0, 1, 0, 0, 0, 0), (-100, -100, -100, -100, -100, -100, -100, -100, 1))
         """
         every_prefix = self.prefix_supervision if prefix_supervision is None else prefix_supervision
         layout = self.layout(self.payload(split, length, index, seed), every_prefix)
         targets = (IGNORED if symbol is None else self.ids[symbol] for symbol in layout.predict)
-        return Example(self.encode(layout.read), (IGNORED, *targets))
+        num_prompt = layout.num_prompt and layout.num_prompt + 1  # with BOS
+        return Example(self.encode(layout.read), (IGNORED, *targets), num_prompt)
 
     def encode(self, symbols: Sequence[str]) -> tuple[int, ...]:
         """Token ids, BOS first.

@@ -36,7 +36,7 @@ class TextTrainer(RunTrainer):
         validation: rows with input_ids, labels, ... [T], as `PackedRows` gives them.
         validation_solver: None: the model's configured one.
         guard: looks at each step before it reaches the weights.
-        throughput: measures each step.
+        throughput: measures each step; None: nothing does.
         kwargs: as RunTrainer.
     """
 
@@ -46,7 +46,7 @@ class TextTrainer(RunTrainer):
         validation: Dataset[dict[str, Tensor]],
         validation_solver: Solver | None,
         guard: StepGuard,
-        throughput: Throughput,
+        throughput: Throughput | None = None,
         **kwargs: Any,
     ):
         super().__init__(model=model, **kwargs)
@@ -97,7 +97,8 @@ class TextTrainer(RunTrainer):
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        self.throughput.start()
+        if self.throughput is not None:
+            self.throughput.start()
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,7 +145,8 @@ class TextTrainer(RunTrainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As transformers, with what was measured of the step."""
         if "loss" in logs:
-            logs |= {"loss": self._logged_loss} | self.throughput.values() | self._extra
+            measured = self.throughput.values() if self.throughput is not None else {}
+            logs |= {"loss": self._logged_loss} | measured | self._extra
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()

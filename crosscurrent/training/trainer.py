@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from crosscurrent.data.generated import inputs_for
 from crosscurrent.evaluation.scoring import Examples, metrics_of, predict
 from crosscurrent.tasks import IGNORED
 from crosscurrent.training.checkpoints import keep_only, mark_complete, one_kind_of_write_error
@@ -82,6 +83,11 @@ class TaskTrainer(RunTrainer):
         count = sum((batch["labels"] != IGNORED).sum() for batch in batches)
         assert isinstance(count, Tensor)
         return batches, self.accelerator.gather(count.to(self.args.device)).sum()
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As transformers, from what of the batch the model takes."""
+        taken = inputs_for(self.accelerator.unwrap_model(model), inputs)
+        return super().compute_loss(model, taken | {"labels": inputs["labels"]}, *args, **kwargs)
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         logits = outputs["logits"].float() * self.logit_scale

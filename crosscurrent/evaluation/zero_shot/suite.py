@@ -10,6 +10,7 @@ from lm_eval.tasks import TaskManager
 
 from crosscurrent.evaluation.zero_shot.local_files import LOCAL_FILES, LocalFile, read_rows
 from crosscurrent.suggestions import did_you_mean
+from crosscurrent.tasks.reasoning import reasoning_task_names
 
 SUITE = "zero_shot"
 # In the order of tables. Each with the folder of the harness's tasks that defines it: reading all of them takes long.
@@ -39,12 +40,13 @@ def task_names(words: Sequence[str]) -> list[str]:
         >>> len(task_names(["zero_shot"]))
         7
     """
-    known = [*TASKS, SUITE]
+    known, reasoning = [*TASKS, SUITE], reasoning_task_names()
     for word in words:
         if word not in known:
             raise ValueError(
-                f"task {word!r} is not known: give some of {', '.join(known)}.{did_you_mean(word, known)} All others "
-                "of lm-evaluation-harness run by its own command (docs/evaluation.md)."
+                f"task {word!r} is not known: give some of {', '.join(known)}, or of the reasoning tasks "
+                f"{', '.join(reasoning)}.{did_you_mean(word, [*known, *reasoning])} All others of "
+                "lm-evaluation-harness run by its own command (docs/evaluation.md)."
             )
     if not words:
         raise ValueError(f"no task is given: give some of {', '.join(known)}.")

@@ -5,7 +5,10 @@ from typing import Any
 
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.reasoning.gsm8k import GSM8K, GSMAugEquations, GSMAugLanguage
+from crosscurrent.tasks.reasoning.hotpotqa import Hotpotqa
 from crosscurrent.tasks.reasoning.math500 import MATH500
+from crosscurrent.tasks.reasoning.pathfinding import Pathfinding
+from crosscurrent.tasks.reasoning.prosqa import Prosqa, ProsqaGenerated
 from crosscurrent.tasks.reasoning.task import ReasoningTask
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 
@@ -17,6 +20,10 @@ _TASKS: dict[str, type[ReasoningTask]] = {
         GSMAugLanguage,
         MATH500,
         VariableAssignment,
+        Pathfinding,
+        Prosqa,
+        ProsqaGenerated,
+        Hotpotqa,
     )
 }
 

@@ -134,3 +134,13 @@ def generated_problems(
     if num_problems < 1:
         raise ValueError(f"count={count} is not allowed: give at least 1.")
     return _GeneratedProblems(make, num_problems)
+
+
+def first_line(output: str) -> str:
+    """The first line that holds something, without white space around it; "" if there is none.
+
+    Example:
+        >>> first_line("\\n  forty-two \\nQuestion: and now?")
+        'forty-two'
+    """
+    return output.lstrip().partition("\n")[0].rstrip()

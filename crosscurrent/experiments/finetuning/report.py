@@ -1,0 +1,233 @@
+"""What came out of runs of fine-tuning, side by side: a table, a figure, and the same as JSON."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from crosscurrent.evaluation.answering import Comparison, Record, compare, read_answers, refuse_incomparable, summary
+from crosscurrent.experiments.drawing import COLOURS, save_figure
+from crosscurrent.experiments.finetuning.comparing import BASELINE, UNTOUCHED
+from crosscurrent.experiments.finetuning.run import FinetuneRunFolder
+from crosscurrent.experiments.run_folder import refuse_other_versions
+from crosscurrent.files import write_whole
+from crosscurrent.suggestions import differences
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of a comparison.
+
+    Attributes:
+        model: a label, from the folder's name.
+        results: of its seeds, as `result.json` holds them; none of the untouched base.
+        records: of all seeds together, a seed's outputs beside those of the others.
+        seeds: which.
+    """
+
+    model: str
+    results: tuple[dict[str, Any], ...]
+    records: tuple[Record, ...]
+    seeds: tuple[int, ...]
+
+
+def finetune_folders(paths: Sequence[Path]) -> list[FinetuneRunFolder]:
+    """The folders of runs of fine-tuning among some folders, and in them."""
+    files = sorted({file for path in paths for file in path.rglob("recipe.yaml")})
+    return [FinetuneRunFolder(file.parent) for file in files if "problems:" in file.read_text("utf-8").splitlines()]
+
+
+def read_comparisons(paths: Sequence[Path]) -> dict[Path, list[Entry]]:
+    """The finished runs below some folders, by the folder that they are compared in: FOLDER/MODEL/seed-N.
+
+    Raises:
+        ValueError: no run is finished, or runs of a folder do not belong together (other versions, other problems, recipes
+            that differ in more than the seed).
+    """
+    found: dict[Path, dict[str, list[FinetuneRunFolder]]] = {}
+    for folder in finetune_folders(paths):
+        if folder.is_done:
+            found.setdefault(folder.path.parent.parent, {}).setdefault(folder.path.parent.name, []).append(folder)
+    if not found:
+        raise ValueError("no run of fine-tuning is finished yet: there is nothing to show.")
+    return {path: _entries(path, models) for path, models in found.items()}
+
+
+def _entries(path: Path, models: dict[str, list[FinetuneRunFolder]]) -> list[Entry]:
+    entries = [_entry(name, folders) for name, folders in models.items()]
+    first = next(iter(models.values()))[0]
+    for folders in models.values():
+        refuse_other_versions(f"{folders[0].path} was made", folders[0].versions(), first.versions())
+        one, other = (read_answers(folder.answers_file).header for folder in (folders[0], first))
+        refuse_incomparable(one, other, str(first.path))
+    untouched = path / UNTOUCHED / "answers.jsonl"
+    if untouched.exists():
+        answers = read_answers(untouched)
+        refuse_incomparable(answers.header, read_answers(first.answers_file).header, str(first.path))
+        if answers.is_complete:
+            entries.append(Entry(UNTOUCHED, (), tuple(answers.records), ()))
+    order = {entry.model: number for number, entry in enumerate(entries)}
+    return sorted(
+        entries, key=lambda entry: (entry.model == UNTOUCHED, entry.model.startswith(BASELINE), order[entry.model])
+    )
+
+
+def _entry(name: str, folders: list[FinetuneRunFolder]) -> Entry:
+    """Seeds become samples: the k-th seed's outputs are the k-th outputs of each problem."""
+    for folder in folders[1:]:
+        first, other = (one.recipe().model_dump(exclude={"seed"}) for one in (folders[0], folder))
+        differing = differences(first, other)
+        if differing:
+            raise ValueError(
+                f"{folder.path} is of another recipe than {folders[0].path} ({'; '.join(differing[:3])}): they cannot stand "
+                "in one table."
+            )
+    answers = [read_answers(folder.answers_file).records for folder in folders]
+    return Entry(
+        model=name,
+        results=tuple(folder.result() for folder in folders),
+        records=_side_by_side(answers),
+        seeds=tuple(folder.recipe().seed for folder in folders),
+    )
+
+
+def _side_by_side(answers: Sequence[Sequence[Record]]) -> tuple[Record, ...]:
+    """Outputs of several runs on the same problems, problem by problem."""
+    per_problem: dict[str, list[Record]] = {}
+    for records in answers:
+        for record in records:
+            outputs = per_problem.setdefault(record.id, [])
+            outputs.append(replace(record, sample=len(outputs)))
+    return tuple(record for outputs in per_problem.values() for record in outputs)
+
+
+def difference(entry: Entry, baseline: Entry) -> Comparison:
+    """Of the first metric, paired by problem; over seeds that both have, or the only output of a model without seeds.
+
+    Raises:
+        ValueError: they have no seed in common.
+    """
+    ours, theirs = _matched(entry, baseline)
+    return compare(ours, theirs)[0]
+
+
+def _matched(entry: Entry, other: Entry) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
+    if entry.seeds == other.seeds:
+        return entry.records, other.records
+    common = [seed for seed in entry.seeds if seed in other.seeds]
+    if common:
+        return _of_seeds(entry, common), _of_seeds(other, common)
+    if entry.seeds and other.seeds:
+        raise ValueError(
+            f"{entry.model} (seeds {list(entry.seeds)}) and {other.model} (seeds {list(other.seeds)}) have no seed in "
+            "common: run both with the same ones."
+        )
+    copies = max(len(entry.seeds), len(other.seeds))  # a model without seeds answers the same way each time
+    return _repeated(entry, copies), _repeated(other, copies)
+
+
+def _of_seeds(entry: Entry, seeds: list[int]) -> tuple[Record, ...]:
+    per_seed = len({record.sample for record in entry.records}) // len(entry.seeds)
+    kept = [
+        place * per_seed + number for seed in seeds for place in [entry.seeds.index(seed)] for number in range(per_seed)
+    ]
+    return tuple(replace(record, sample=kept.index(record.sample)) for record in entry.records if record.sample in kept)
+
+
+def _repeated(entry: Entry, copies: int) -> tuple[Record, ...]:
+    return entry.records if entry.seeds else _side_by_side([entry.records] * copies)
+
+
+def write_comparison(entries: Sequence[Entry], output: Path) -> list[Path]:
+    """Write comparison.json, comparison.md, comparison.png and comparison.svg.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    rows = [facts_of(entry, entries) for entry in entries]
+    write_whole(output / "comparison.json", json.dumps(rows, indent=2) + "\n")
+    write_whole(output / "comparison.md", table(rows) + "\n")
+    _draw(rows, output / "comparison")
+    return [output / f"comparison.{kind}" for kind in ("json", "md", "png", "svg")]
+
+
+def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
+    """What a model's row says, as plain values: sizes and times are means over seeds, scores have 95 % intervals."""
+    found = summary(entry.records)
+    metric = next(iter(found["metrics"]))
+    others = [
+        other for other in entries if other.model.startswith((BASELINE, UNTOUCHED)) and other.model != entry.model
+    ]
+    by_seed = [result["test"]["metrics"][metric]["mean"] for result in entry.results]
+    return {
+        "model": entry.model,
+        "seeds": list(entry.seeds),
+        "num_parameters": entry.results[0]["num_parameters"] if entry.results else None,
+        "steps": entry.results[0]["steps"] if entry.results else 0,
+        "training_seconds": _mean([result["training_seconds"] for result in entry.results]),
+        "validation_loss": _mean([result["validation_loss"] for result in entry.results]),
+        "metric": metric,
+        "metrics": found["metrics"],
+        "by_seed": by_seed,
+        "differences": {other.model: difference(entry, other).to_dict() for other in others},
+        **{name: found[name] for name in ("num_problems", "parse_failure_rate", "truncation_rate", "num_too_long")},
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    metric = rows[0]["metric"]
+    against = [row["model"] for row in rows if row["model"].startswith((BASELINE, UNTOUCHED))]
+    names = ["model", "seeds", "steps", "seconds", "validation loss", f"{metric} (%)"]
+    names += [f"less {model}" for model in against] + ["unparsed (%)", "cut off (%)"]
+    lines = ["| " + " | ".join(names) + " |", "| --- |" + " ---: |" * (len(names) - 1)]
+    for row in rows:
+        cells = [
+            row["model"],
+            str(len(row["seeds"]) or "-"),
+            str(row["steps"]),
+            "-" if row["training_seconds"] is None else f"{row['training_seconds']:.0f}",
+            "-" if row["validation_loss"] is None else f"{row['validation_loss']:.4f}",
+            _percent(row["metrics"][metric], sign=False),
+            *(_percent(row["differences"].get(model, {}).get("difference"), sign=True) for model in against),
+            f"{100 * (row['parse_failure_rate'] or 0):.1f}",
+            f"{100 * (row['truncation_rate'] or 0):.1f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _percent(found: dict[str, float] | None, sign: bool) -> str:
+    if found is None:
+        return ""
+    plus = "+" if sign else ""
+    mean, low, high = (100 * found[name] for name in ("mean", "low", "high"))
+    return f"{mean:{plus}.1f} [{low:{plus}.1f}, {high:{plus}.1f}]"
+
+
+def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    metric = rows[0]["metric"]
+    figure, axes = plt.subplots(figsize=(7.5, 1.3 + 0.45 * len(rows)), layout="constrained")
+    for place, row in enumerate(rows):
+        found = row["metrics"][metric]
+        colour = COLOURS[0] if not row["model"].startswith((BASELINE, UNTOUCHED)) else COLOURS[3]
+        low, high = 100 * (found["mean"] - found["low"]), 100 * (found["high"] - found["mean"])
+        axes.errorbar(100 * found["mean"], place, xerr=[[low], [high]], fmt="o", color=colour, capsize=3)
+        axes.plot(
+            [100 * value for value in row["by_seed"]], [place] * len(row["by_seed"]), "|", color="0.4", markersize=9
+        )
+    axes.set_yticks(range(len(rows)), [row["model"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{metric} (%) on {rows[0]['num_problems']} test problems, 95 % intervals; bars: single seeds")
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    save_figure(figure, path)
