@@ -102,6 +102,8 @@ def test_the_augmented_file_is_preferred(tmp_path: Path) -> None:
         ({"question": "One?", "answer": ""}, "line 1: field 'answer' is empty"),
         ({"question": " ", "answer": "#### 2"}, "line 1: field 'question' is empty"),
         ({"question": "One?", "answer": "It is 2."}, r"line 1: field 'answer' has no '####' before the final answer"),
+        ({"question": "One?", "answer": "2", "steps": None}, "line 1: field 'steps' holds neither a text nor a list"),
+        ({"question": "One?", "answer": "2", "steps": [2]}, "line 1: field 'steps' holds neither a text nor a list"),
         ({"question": "One?", "answer": "#### two"}, r"line 1: field 'answer' ends with no number: 'two'\. Mend"),
     ],
 )
@@ -117,6 +119,12 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         task.problems("train", data, count=3)
     with pytest.raises(ValueError, match="split='dev' is not allowed"):
         task.problems("dev", data)  # type: ignore[arg-type]
+    (data / "mine.txt").write_text("Mine?|| #### 2")
+    with pytest.raises(ValueError, match=r"none of the 1 records from .*mine\.txt, line 1 on has steps for gsm8k"):
+        task.problems("train", data / "mine.txt")
+    (data / "gsm8k_train.jsonl").write_text(json.dumps({"question": "Two?", "answer": "#### 2"}))
+    with pytest.raises(ValueError, match=r"all 1 questions from .* are held out: none is left"):
+        task.problems("train", data)
     (data / "gsm8k_aug_valid.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no gsm8k_aug_valid\.txt: put it there"):
         task.problems("train", data)

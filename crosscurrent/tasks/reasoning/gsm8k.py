@@ -8,14 +8,13 @@ the test questions are left out of all training.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
 from tqdm import tqdm
 
-from crosscurrent.tasks.reasoning.final_answers import first_block, last_box, marked_answer, phrased_answer
-from crosscurrent.tasks.reasoning.numbers import last_number, read_number, written
+from crosscurrent.tasks.reasoning.mathematics import judge_number
+from crosscurrent.tasks.reasoning.numbers import read_number
 from crosscurrent.tasks.reasoning.records import (
     HubSplit,
     Record,
@@ -63,7 +62,9 @@ def solution_of(record: Record) -> Solution:
     text = record.text("answer")
     if "steps" in record.fields:
         steps = record.value("steps")
-        lines, answer = [steps] if isinstance(steps, str) else list(map(str, steps)), text.strip()
+        lines, answer = [steps] if isinstance(steps, str) else steps, text.strip()
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise record.wrong("steps", "holds neither a text nor a list of texts")
     else:
         before, mark, answer = text.rpartition("####")
         if not mark:
@@ -72,21 +73,6 @@ def solution_of(record: Record) -> Solution:
     if read_number(answer) is None:
         raise record.wrong("answer", f"ends with no number: {answer[:40]!r}")
     return Solution([line.strip() for line in lines if line.strip()], answer)
-
-
-def number_answered(output: str) -> Fraction | None:
-    """The number that a model gave as its answer; None if none can be read.
-
-    It is looked for after "####", then in the last \\boxed{}, then after "the answer is"; else it is the last number. What
-    follows the first complete answer does not count.
-
-    Example:
-        >>> print(number_answered("48 + 24 = 72\\n#### 72\\n\\nTom has 3 apples. #### 9"))
-        72
-    """
-    block = first_block(output)
-    answer = marked_answer(block) or last_box(block) or phrased_answer(block)
-    return read_number(answer) if answer else last_number(block)
 
 
 class _GradeSchool(ReasoningTask):
@@ -110,6 +96,8 @@ class _GradeSchool(ReasoningTask):
             made = [self._problem(f"{split}-{number}", record) for number, record in enumerate(bar)]
         # Without steps an example would teach to answer at once.
         kept = [problem for problem in made if split != "train" or not problem.completion.startswith("####")]
+        if not kept:
+            raise ValueError(f"none of the {len(made)} records from {records[0].where} on has steps for {self.name}.")
         return first(kept, count, f"problems of {self.name} ({split})")
 
     def _records(self, split: Split, data: Path | None) -> list[Record]:
@@ -126,7 +114,10 @@ class _GradeSchool(ReasoningTask):
         held_out = self.held_out.read(data)
         if split == "validation":
             return _select(records, held_out)
-        return leave_out(records, [*held_out, *self.origins["test"].read(data)], "question")
+        rest = leave_out(records, [*held_out, *self.origins["test"].read(data)], "question")
+        if not rest:
+            raise ValueError(f"all {len(records)} questions from {records[0].where} on are held out: none is left.")
+        return rest
 
     def _problem(self, name: str, record: Record) -> Problem:
         solution = solution_of(record)
@@ -141,9 +132,7 @@ class _GradeSchool(ReasoningTask):
         return "\n".join(_ANNOTATION.sub("", line) for line in solution.lines)
 
     def judge(self, problem: Problem, output: str) -> Verdict:
-        answered, right = number_answered(output), read_number(problem.answer)
-        parsed = None if answered is None else written(answered)
-        return Verdict(parsed, {"accuracy": float(answered is not None and answered == right)})
+        return judge_number(output, problem.answer)
 
 
 def _select(records: Sequence[Record], chosen: Sequence[Record]) -> list[Record]:

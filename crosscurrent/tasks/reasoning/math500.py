@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from crosscurrent.tasks.reasoning.expressions import compare, is_readable
-from crosscurrent.tasks.reasoning.final_answers import first_block, last_box, marked_answer, phrased_answer
+from crosscurrent.tasks.reasoning.expressions import is_readable
 from crosscurrent.tasks.reasoning.math_verify_process import require_math_verify
+from crosscurrent.tasks.reasoning.mathematics import judge_expression
 from crosscurrent.tasks.reasoning.records import HubSplit, Record, first, read_records
 from crosscurrent.tasks.reasoning.task import Part, Problem, PromptFormat, ReasoningTask, Verdict
 from crosscurrent.tasks.splits import Split, check_request
@@ -49,10 +49,7 @@ class MATH500(ReasoningTask):
             return [_problem(number, record) for number, record in enumerate(bar)]
 
     def judge(self, problem: Problem, output: str) -> Verdict:
-        block = first_block(output)
-        answer = last_box(block) or marked_answer(block) or phrased_answer(block) or block
-        found = compare(answer, problem.answer)
-        return Verdict(found.read, {"accuracy": float(found.is_right)})
+        return judge_expression(output, problem.answer)
 
     def message(self, problem: Problem) -> str:
         return f"Solve this problem step by step. Put the final answer in \\boxed{{}}.\n\n{problem.question}"
