@@ -9,10 +9,7 @@ from crosscurrent.tasks.reasoning.hotpotqa import Hotpotqa
 from crosscurrent.tasks.reasoning.math500 import MATH500
 from crosscurrent.tasks.reasoning.pathfinding import Pathfinding
 from crosscurrent.tasks.reasoning.prosqa import Prosqa, ProsqaGenerated
-<<<<<<< HEAD
 from crosscurrent.tasks.reasoning.question_answer import QuestionAnswer
-=======
->>>>>>> a30c241e987fb8c54eb8bac50eaafd07c5519bf9
 from crosscurrent.tasks.reasoning.task import ReasoningTask
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 
