@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from crosscurrent.suggestions import did_you_mean
-from crosscurrent.tasks.reasoning.gsm8k import GSM8K
-from crosscurrent.tasks.reasoning.math500 import MATH500
 from crosscurrent.tasks.reasoning.math_verify_process import require_math_verify
+from crosscurrent.tasks.reasoning.mathematics import judge_expression, judge_number
 from crosscurrent.tasks.reasoning.numbers import read_number
 from crosscurrent.tasks.reasoning.records import HubSplit, Record, first, leave_out, read_records
 from crosscurrent.tasks.reasoning.task import Part, Problem, PromptFormat, ReasoningTask, Verdict, first_line
@@ -100,9 +99,9 @@ class QuestionAnswer(ReasoningTask):
 
     def judge(self, problem: Problem, output: str) -> Verdict:
         if self.judged_as == "number":
-            return GSM8K().judge(problem, output)
+            return judge_number(output, problem.answer)
         if self.judged_as == "mathematics":
-            return MATH500().judge(problem, output)
+            return judge_expression(output, problem.answer)
         *_, last = _MARK.split(output)
         answer = first_line(last) if _MARK.search(output) else first_line("\n".join(reversed(output.split("\n"))))
         is_right = bool(normalise(answer)) and exact_match(answer, problem.answer) == 1.0
