@@ -113,6 +113,16 @@ def test_baselines_read_the_same_examples_first(base: Path) -> None:
         assert torch.equal(ours.train_rows[index]["input_ids"], theirs.train_rows[index]["input_ids"])
 
 
+def test_seeds_differ_in_what_they_learn(compared: Path, base: Path) -> None:
+    """Also without recurrence, where nothing is drawn but the data."""
+    for model in ("retrofit", "baseline"):
+        first, second = (weights(compared / model / f"seed-{seed}") for seed in (1, 2))
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert not torch.equal(first[name], second[name])
+    problems = [build_finetuned(recipe(base, seed=seed))[1] for seed in (1, 2)]
+    assert [one.id for one in problems[0].problems("test")] == [one.id for one in problems[1].problems("test")]
+
+
 def test_a_finished_comparison_is_not_done_again(compared: Path, base: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in compared.rglob("*.safetensors")}
     result = run_cli("finetune", written(base, tmp_path), "--seeds", "1,2", "-o", compared)
@@ -291,7 +301,7 @@ def test_long_problems_are_named(
     problems = build_finetuned(recipe(base, problems={"max_length": length}))[1]
     assert len(problems.train) == 10
     said = capsys.readouterr().err
-    assert f"2 of 12 train problems have more than {length} tokens and are left out: train-20261130-3, " in said
+    assert f"2 of 12 train problems have more than {length} tokens and are left out: train-42-3, " in said
 
 
 def test_labels_that_are_all_masked_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

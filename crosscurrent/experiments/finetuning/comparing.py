@@ -69,7 +69,7 @@ def run_comparison(
     Args:
         recipe: of the retrofit; its seed gives way to `seeds`.
         output: a folder; runs lie in OUTPUT/MODEL/seed-N.
-        seeds: of the order of dropout and starting weights of what is new; every run is made with each.
+        seeds: of what is learned and its order, and of the starting weights of what is new; every run is made with each.
         baselines: some of `BASELINES`.
         tell: called with a line of text for each run.
 

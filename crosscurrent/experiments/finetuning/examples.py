@@ -53,7 +53,8 @@ class ProblemsOfRun:
         count = counts[split]
         if split == "train" and count is None and task.is_generated:
             count = min(task.num_problems["train"], training.max_steps * training.batch_size)
-        return task.problems(split, asked.data_path, count, asked.seed)
+        # What is learned follows from the run's seed: without it runs of several seeds would be one and the same.
+        return task.problems(split, asked.data_path, count, self.recipe.seed if split == "train" else asked.seed)
 
     @cached_property
     def train(self) -> list[Example]:
@@ -68,7 +69,7 @@ class ProblemsOfRun:
         training = self.recipe.training
         asked = self.recipe.problems
         num_rows = training.max_steps * training.batch_size
-        return Epochs(self.train, num_rows, asked.seed, begins_in_order=asked.task.is_generated)
+        return Epochs(self.train, num_rows, self.recipe.seed, begins_in_order=asked.task.is_generated)
 
     def _examples(self, split: Split) -> list[Example]:
         """All of a split that are not too long, packed if the recipe says so.

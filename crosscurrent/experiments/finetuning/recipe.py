@@ -37,7 +37,7 @@ class ProblemsRecipe(Settings):
         prompt_format, loss_on, recurrent: null: as the task has them.
         max_length: longer examples are left out, and named; null: as long as the model takes.
         packed_length: examples share rows of so many tokens, each as if it were alone; null: they are padded.
-        seed: of generated problems and of the order.
+        seed: of generated problems for validation and test.
     """
 
     name: str
@@ -166,7 +166,14 @@ class AnsweringRecipe(Settings):
 
 
 class FinetuneRecipe(Settings):
-    """One run of fine-tuning."""
+    """One run of fine-tuning.
+
+    Attributes:
+        problems, base, training, evaluation: the parts.
+        guard: what becomes of a step whose loss or gradient is not as it should be.
+        seed: of the problems that are generated to learn from, of their order, and of the starting weights of what is new.
+            Runs with one seed learn from the same, with and without recurrence.
+    """
 
     problems: ProblemsRecipe
     base: BaseRecipe
