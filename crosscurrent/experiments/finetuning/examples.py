@@ -44,6 +44,8 @@ class ProblemsOfRun:
         limits = [limit for limit in (longest, asked.max_length, asked.packed_length) if limit is not None]
         self.longest = min(limits, default=None)
         self.tokens = ProblemTokenizer(asked.task, tokenizer, asked.prompt_format)
+        self.num_examples: dict[str, int] = {}
+        self.num_left_out: dict[str, int] = {}
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Those of a split."""
@@ -90,6 +92,7 @@ class ProblemsOfRun:
             )
         dropped = set(left_out)
         kept = [example for index, example in enumerate(examples) if index not in dropped]
+        self.num_examples[split], self.num_left_out[split] = len(kept), len(left_out)
         if not kept:
             raise ValueError(
                 f"all {len(examples)} {split} problems of {asked.name} have more than {self.longest} tokens: raise "
@@ -205,7 +208,8 @@ def describe(problems: ProblemsOfRun) -> dict[str, Any]:
     )
     training = problems.recipe.training
     return {
-        "train_problems": len(problems.problems("train")),
+        "train_problems": problems.num_examples["train"],
+        "num_left_out": dict(problems.num_left_out),
         "train_tokens": tokens,
         "epochs": training.max_steps * training.batch_size / len(problems.train),
     }
