@@ -341,7 +341,8 @@ def all_data(folder: Path) -> Path:
 
 def every_task_and_every_model() -> list[str]:
     """Recipes in which each task and each model of a study comes at least once."""
-    chosen, seen = [], set()
+    chosen: list[str] = []
+    seen: set[tuple[str, str, str]] = set()
     for name in recipe_names():
         study, task, model = name.rsplit("/", 2)
         parts = {(study, "task", task), (study, "model", model)}
