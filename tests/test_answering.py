@@ -460,6 +460,7 @@ def test_the_command_draws(folders: dict[str, Path]) -> None:
         (["--tasks", "variable_assignment:depth"], 1, "write variable_assignment:key=value"),
         (["--tasks", "variable_assignment:depth=two"], 1, "two"),
         (["--tasks", "variable_assignment,piqa"], 1, "commands of their own"),
+        (["--tasks", "gsm8k,variable_asignment"], 1, "Did you mean 'variable_assignment'"),
         (["--tasks", "variable_assignment", "--solver", "exakt"], 1, "Did you mean 'exact'"),
         (["--tasks", "variable_assignment", "--data", "."], 1, "makes its problems itself"),
         (["--tasks", "variable_assignment", "--baseline", "nowhere"], 1, "has no variable_assignment.jsonl"),
