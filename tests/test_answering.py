@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -149,6 +150,14 @@ def test_generation_settings_of_a_checkpoint_do_not_count(model: Any) -> None:
     assert answers(model) == expected
     assert model.generation_config == before and model.training
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_model_wrapped_by_peft(folders: dict[str, Path]) -> None:
+    model = load("opened", folders)
+    expected = answers(model)
+    model.generation_config.repetition_penalty = 9.0
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert answers(wrapped) == expected and model.generation_config.repetition_penalty == 9.0
 
 
 def test_outputs_end_at_the_models_and_the_tokenizers_end(model: Any) -> None:
@@ -460,6 +469,7 @@ def test_the_command_draws(folders: dict[str, Path]) -> None:
         (["--tasks", "variable_assignment:depth"], 1, "write variable_assignment:key=value"),
         (["--tasks", "variable_assignment:depth=two"], 1, "two"),
         (["--tasks", "variable_assignment,piqa"], 1, "commands of their own"),
+        (["--tasks", "gsm8k,variable_asignment"], 1, "Did you mean 'variable_assignment'"),
         (["--tasks", "variable_assignment", "--solver", "exakt"], 1, "Did you mean 'exact'"),
         (["--tasks", "variable_assignment", "--data", "."], 1, "makes its problems itself"),
         (["--tasks", "variable_assignment", "--baseline", "nowhere"], 1, "has no variable_assignment.jsonl"),

@@ -153,13 +153,15 @@ def evaluate(
 
 def _are_reasoning_tasks(words: list[str]) -> bool:
     from crosscurrent.experiments.answering import is_reasoning_task
+    from crosscurrent.suggestions import did_you_mean
+    from crosscurrent.tasks.reasoning import reasoning_task_names
 
     reasoning = [word for word in words if is_reasoning_task(word)]
     others = [word for word in words if not is_reasoning_task(word)]
     if reasoning and others:
         raise ValueError(
-            f"{reasoning[0]} is a reasoning task and {others[0]} is none: evaluate zero-shot tasks and reasoning tasks by "
-            "commands of their own."
+            f"{reasoning[0]} is a reasoning task and {others[0]} is none.{did_you_mean(others[0], reasoning_task_names())} "
+            "Evaluate zero-shot tasks and reasoning tasks by commands of their own."
         )
     return bool(reasoning)
 
