@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from typer.testing import CliRunner
 import crosscurrent as cc
 from crosscurrent.cli.main import app
 from crosscurrent.data.problems import ProblemTokenizer
-from crosscurrent.evaluation.answering import Estimate, Record, compare, read_answers
+from crosscurrent.evaluation.answering import Estimate, Record, read_answers
 from crosscurrent.experiments.finetuning.comparing import baseline_of
 from crosscurrent.experiments.finetuning.examples import pack
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.report import Entry, difference, read_comparisons
 from crosscurrent.experiments.finetuning.run import build_finetuned, run_finetune
+from crosscurrent.experiments.finetuning.step_time import _Step, step_time_ratio
 from crosscurrent.experiments.settings import merge, validated
 from crosscurrent.experiments.study import find_recipe, recipe_names
 from crosscurrent.models.outputs import IGNORED
+from crosscurrent.suggestions import differences
 from crosscurrent.tasks.reasoning import get_reasoning_task
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
 from tests.tiny_base import save_tiny_base
@@ -83,10 +86,16 @@ def test_a_comparison_is_of_the_same_problems(compared: Path) -> None:
     ratio = json.loads((compared / "step_time.json").read_text())["ratio"]
     assert rows["baseline-same-time"]["steps"] == round(4 * ratio)
     assert rows["retrofit"]["num_parameters"] > rows["baseline"]["num_parameters"]
-    per_seed = [
-        read_answers(compared / model / "seed-1" / "answers.jsonl").records for model in ("retrofit", "baseline")
+    scores = [
+        statistics.fmean(
+            record.scores["accuracy"]
+            for seed in (1, 2)
+            for record in read_answers(compared / model / f"seed-{seed}" / "answers.jsonl").records
+        )
+        for model in ("retrofit", "baseline")
     ]
-    assert len(compare(*per_seed)[0].metric) and len(rows["retrofit"]["by_seed"]) == 2
+    assert rows["retrofit"]["differences"]["baseline"]["difference"]["mean"] == pytest.approx(scores[0] - scores[1])
+    assert len(rows["retrofit"]["by_seed"]) == 2
     for kind in ("png", "svg", "md"):
         assert (compared / f"comparison.{kind}").stat().st_size
 
@@ -102,6 +111,33 @@ def test_what_was_trained_generates_as_it_was_trained(compared: Path, base: Path
         0, ids.shape[1] :
     ]
     assert tokenizer.decode(said, skip_special_tokens=True) == record.output
+
+
+def test_a_baseline_differs_in_the_recurrence_alone(base: Path) -> None:
+    changes = {"training": {"fusion_learning_rate": 0.3, "method": "lora"}, "problems": {"recurrent": "answer"}}
+    asked = recipe(base, **changes)
+    found = differences(asked.model_dump(), baseline_of(asked).model_dump())
+    assert {line.split(":")[0] for line in found} == {
+        "base.layer_start",
+        "base.layer_end",
+        "training.fusion_learning_rate",
+        "problems.recurrent",
+    }
+    assert differences(baseline_of(asked).model_dump(), baseline_of(asked, max_steps=7).model_dump()) == [
+        "training.max_steps: 4 -> 7"
+    ]
+
+
+def test_steps_are_timed_once_and_on_what_is_trained(base: Path, tmp_path: Path) -> None:
+    asked = recipe(base, training={"gradient_checkpointing": True, "microbatch_size": 1})
+    step = _Step(asked)
+    assert step.model.is_gradient_checkpointing
+    before = step.model.fusion.recurrent_scale.detach().clone()
+    assert step.seconds(0) > 0 and len(step._batches(0)) == 3
+    assert not torch.equal(before, step.model.fusion.recurrent_scale)  # the optimizer is part of a step
+    ratio = step_time_ratio(asked, baseline_of(asked), tmp_path)
+    assert len(json.loads((tmp_path / "step_time.json").read_text())["seconds"]) == 5
+    assert step_time_ratio(asked, baseline_of(asked), tmp_path) == ratio  # read, not measured again
 
 
 def test_baselines_read_the_same_examples_first(base: Path) -> None:
@@ -193,18 +229,19 @@ def test_a_lora_baseline_is_trained_alike(base: Path, tmp_path: Path) -> None:
     assert not isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model"), cc.T2MLRForCausalLM)
 
 
-@pytest.mark.parametrize("is_recurrent", [True, False])
+@pytest.mark.parametrize("recurrent", ["all", "answer", None])
 @pytest.mark.usefixtures("exact_arithmetic")
-def test_packed_problems_equal_problems_alone(is_recurrent: bool, base: Path) -> None:
-    changes: dict[str, Any] = {} if is_recurrent else {"base": {"layer_start": None, "layer_end": None}}
+def test_packed_problems_equal_problems_alone(recurrent: str | None, base: Path) -> None:
+    where: dict[str, Any] = {} if recurrent else {"layer_start": None, "layer_end": None}
     padded, packed = (
-        recipe(base, problems={"packed_length": length, "num_train": 12}, **changes) for length in (None, 260)
+        recipe(base, problems={"packed_length": length, "num_train": 12, "recurrent": recurrent}, base=where)
+        for length in (None, 260)
     )
     losses = []
     for asked in (padded, packed):
         model, problems = build_finetuned(asked)
         model = model.double().eval()
-        if is_recurrent:
+        if recurrent:
             open_gates(model)
         rows = problems.train
         batch = problems.collate(rows)

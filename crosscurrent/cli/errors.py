@@ -29,7 +29,11 @@ class ReportingGroup(TyperGroup):
         except ModuleNotFoundError as error:
             message = f"the package {error.name} is missing: pip install 'crosscurrent[train,plot]'"
         except KeyboardInterrupt:
-            typer.echo("stopped. Training and preparing go on with the same command from what is finished.", err=True)
+            typer.echo(
+                "stopped. Training, preparing, and evaluation with an output folder go on with the same command from what "
+                "is finished.",
+                err=True,
+            )
             raise typer.Exit(INTERRUPTED) from None
         except TerminatedError as error:
             typer.echo(str(error), err=True)

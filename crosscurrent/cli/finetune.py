@@ -57,7 +57,8 @@ def finetune(
     folder = output if output is not None else Path("runs") / name
     if plan:
         models = ["retrofit", *(word for word in wanted if word != "untouched")]
-        typer.echo("\n".join(f"{folder / model}/seed-{seed}" for seed in chosen for model in models))
+        paths = [f"{folder / model}/seed-{seed}" for seed in chosen for model in models]
+        typer.echo("\n".join(paths + [str(folder / word) for word in wanted if word == "untouched"]))
         return
     run_comparison(found, folder, chosen, wanted, lambda text: typer.echo(text, err=True))
     written = write_comparison(read_comparisons([folder])[folder], folder)

@@ -33,6 +33,11 @@ def report(
         return
     if finetune_folders(runs):
         compared = read_comparisons(runs)
+        names = [folder.name for folder in compared]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"two comparisons have the same name ({', '.join(sorted(names))}): report them one by one."
+            )
         for folder, entries in compared.items():
             place = output if len(compared) == 1 else output / folder.name
             typer.echo(f"Written: {', '.join(map(str, write_comparison(entries, place)))}")

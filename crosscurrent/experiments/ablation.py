@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ from crosscurrent.evaluation.interventions import (
 )
 from crosscurrent.evaluation.solver_choice import EXACT
 from crosscurrent.evaluation.telemetry import gate_openings
-from crosscurrent.experiments.drawing import COLOURS, save_figure
+from crosscurrent.experiments.drawing import COLOURS, draw_scores, save_figure
 from crosscurrent.files import locked, write_whole
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
 from crosscurrent.suggestions import did_you_mean
@@ -219,18 +218,13 @@ def draw(facts: Mapping[str, Any]) -> Figure:
         facts: as `run_ablation` returns them.
     """
     conditions = facts["conditions"]
-    metric = next(iter(conditions["intact"]["metrics"]))
-    figure, axes = plt.subplots(figsize=(5.4, 1.2 + 0.36 * len(conditions)), layout="constrained")
-    for place, (name, found) in enumerate(conditions.items()):
-        one = found["metrics"][metric]
-        colour = COLOURS[0 if name == "intact" else 3]
-        axes.plot([one["low"], one["high"]], [place, place], color=colour, linewidth=2)
-        axes.plot([one["mean"]], [place], "o", color=colour)
-    axes.axvline(conditions["intact"]["metrics"][metric]["mean"], color=COLOURS[0], linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(conditions)), list(conditions))
-    axes.invert_yaxis()
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_xlabel(f"{metric}, with 95 % interval")
-    axes.set_title(f"{facts['task']['name']}, {conditions['intact']['num_problems']:,} problems", fontsize="medium")
-    axes.grid(color="0.9", axis="x")
+    metric, intact = next(iter(conditions["intact"]["metrics"].items()))
+    figure = draw_scores(
+        {name: found["metrics"][metric] for name, found in conditions.items()},
+        {name: COLOURS[0 if name == "intact" else 3] for name in conditions},
+        title=f"{facts['task']['name']}, {conditions['intact']['num_problems']:,} problems",
+        label=metric,
+    )
+    figure.axes[0].axvline(100 * intact["mean"], color=COLOURS[0], linewidth=1, linestyle=":")
+    figure.axes[0].set_xlim(-2, 102)
     return figure

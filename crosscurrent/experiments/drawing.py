@@ -35,6 +35,27 @@ def save_figure(figure: Figure, path: Path) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
+def draw_scores(scores: dict[str, dict[str, float]], colours: dict[str, str], title: str, label: str) -> Figure:
+    """Scores one below the other, with their intervals.
+
+    Args:
+        scores: by name, each with `mean`, `low` and `high` from 0 to 1.
+        colours: by name.
+        title, label: of the figure, and of its axis.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 1.2 + 0.36 * len(scores)), layout="constrained")
+    for place, (name, one) in enumerate(scores.items()):
+        axes.plot([100 * one["low"], 100 * one["high"]], [place, place], color=colours[name], linewidth=2)
+        axes.plot([100 * one["mean"]], [place], "o", color=colours[name])
+    axes.set_yticks(range(len(scores)), list(scores))
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{label} (%), with 95 % interval")
+    axes.set_title(title, fontsize="medium")
+    axes.grid(color="0.9", axis="x")
+    axes.set_axisbelow(True)
+    return figure
+
+
 def inline_svg(svg: str, prefix: str) -> str:
     """An SVG for a page with others: its ids must be its own."""
     for before, after in (('id="', f'id="{prefix}-'), ("url(#", f"url(#{prefix}-"), ('href="#', f'href="#{prefix}-')):

@@ -73,9 +73,9 @@ def refuse_incomparable(header: dict[str, Any], baseline: dict[str, Any], name: 
 
 
 def fingerprint(model: Any) -> str:
-    """A short text that differs for models whose configuration or weights differ.
+    """A short text that differs for models whose configuration or weights differ, but for weights that changed places.
 
-    Weights are added up as integers, which is quick and exact, whatever the device and the order.
+    The weights of each tensor are added up as integers, which is quick and exact, whatever the device and the order.
     """
     weights = [[name, str(value.dtype), list(value.shape), _sum(value)] for name, value in model.state_dict().items()]
     return _digest([_cleaned(model.config.to_dict()), weights])

@@ -122,7 +122,7 @@ class RecordsFile:
         """
         *lines, _ = self.path.read_bytes().split(b"\n")
         rows = [self._row(number, line) for number, line in enumerate(lines, start=1)]
-        if not rows or rows[0].keys() != _HEADER or rows[0]["format"] != FORMAT:
+        if not rows or not rows[0].keys() >= _HEADER or rows[0]["format"] != FORMAT:
             raise ValueError(
                 f"{self.path} is no file of records of this version: its first line does not say what they depend on."
             )

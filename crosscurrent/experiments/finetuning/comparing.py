@@ -21,8 +21,8 @@ from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.run import run_finetune
 from crosscurrent.experiments.finetuning.step_time import step_time_ratio
 from crosscurrent.experiments.processes import num_processes
-from crosscurrent.experiments.run_folder import read_json
-from crosscurrent.files import write_whole
+from crosscurrent.experiments.run_folder import BusyError, read_json
+from crosscurrent.files import locked, write_whole
 from crosscurrent.models.base import load_base, load_tokenizer
 
 RETROFIT, BASELINE, SAME_TIME, UNTOUCHED = "retrofit", "baseline", "baseline-same-time", "untouched"
@@ -114,10 +114,20 @@ def _score(test: dict[str, Any], metric: str) -> str:
 
 
 def answer_untouched(recipe: FinetuneRecipe, folder: Path) -> dict[str, Any]:
-    """Put the test problems to the base as it is, or go on with that."""
+    """Put the test problems to the base as it is, or go on with that.
+
+    Raises:
+        BusyError: another process is at it.
+    """
     file = folder / SCORES
-    if file.exists():
-        return read_json(file, "metrics", "num_problems")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, BusyError(f"{folder}: another process is at work on it. Wait for it, or stop it.")):
+        if not file.exists():
+            _answer_untouched(recipe, folder)
+    return read_json(file, "metrics", "num_problems")
+
+
+def _answer_untouched(recipe: FinetuneRecipe, folder: Path) -> None:
     model: Any = load_base(recipe.base.name, dtype=torch.float32)
     problems = ProblemsOfRun(recipe, load_tokenizer(recipe.base.name), context_length(model))
     if torch.accelerator.is_available():
@@ -131,5 +141,4 @@ def answer_untouched(recipe: FinetuneRecipe, folder: Path) -> dict[str, Any]:
         folder / "answers.jsonl",
         UNTOUCHED,
     )
-    write_whole(file, json.dumps(found, indent=2) + "\n")
-    return found
+    write_whole(folder / SCORES, json.dumps(found, indent=2) + "\n")

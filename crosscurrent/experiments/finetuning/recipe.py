@@ -58,8 +58,8 @@ class ProblemsRecipe(Settings):
         assert self.task is not None  # raises if there is none
         if self.packed_length is not None and self.num_train is None and self.task.is_generated:
             raise ValueError(
-                f"{self.name} is generated, and how many problems fill rows of packed_length={self.packed_length} is not known "
-                "before: give num_train."
+                f"how many generated problems fill rows of packed_length={self.packed_length} is not known before: give "
+                "num_train."
             )
         if self.packed_length is not None and self.max_length is not None and self.max_length > self.packed_length:
             raise ValueError(f"max_length={self.max_length} does not fit into packed_length={self.packed_length}.")

@@ -2,15 +2,16 @@
 
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from tqdm import tqdm
 
 from crosscurrent.evaluation.answering import Comparison, Record, compare, read_answers, refuse_incomparable, summary
-from crosscurrent.experiments.drawing import COLOURS, save_figure
+from crosscurrent.experiments.drawing import COLOURS, draw_scores, save_figure
 from crosscurrent.experiments.finetuning.comparing import BASELINE, UNTOUCHED
 from crosscurrent.experiments.finetuning.run import FinetuneRunFolder
 from crosscurrent.experiments.run_folder import refuse_other_versions
@@ -70,6 +71,10 @@ def _entries(path: Path, models: dict[str, list[FinetuneRunFolder]]) -> list[Ent
         refuse_incomparable(answers.header, read_answers(first.answers_file).header, str(first.path))
         if answers.is_complete:
             entries.append(Entry(UNTOUCHED, (), tuple(answers.records), ()))
+        else:
+            tqdm.write(
+                f"{untouched} is not finished and left out: `crosscurrent finetune` goes on with it.", file=sys.stderr
+            )
     order = {entry.model: number for number, entry in enumerate(entries)}
     return sorted(
         entries, key=lambda entry: (entry.model == UNTOUCHED, entry.model.startswith(BASELINE), order[entry.model])
@@ -215,19 +220,17 @@ def _percent(found: dict[str, float] | None, sign: bool) -> str:
 
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """With a mark for each seed."""
     metric = rows[0]["metric"]
-    figure, axes = plt.subplots(figsize=(7.5, 1.3 + 0.45 * len(rows)), layout="constrained")
+    figure = draw_scores(
+        {row["model"]: row["metrics"][metric] for row in rows},
+        {row["model"]: COLOURS[3 if row["model"].startswith((BASELINE, UNTOUCHED)) else 0] for row in rows},
+        title=f"{rows[0]['num_problems']:,} problems; marks: single seeds",
+        label=metric,
+    )
     for place, row in enumerate(rows):
-        found = row["metrics"][metric]
-        colour = COLOURS[0] if not row["model"].startswith((BASELINE, UNTOUCHED)) else COLOURS[3]
-        low, high = 100 * (found["mean"] - found["low"]), 100 * (found["high"] - found["mean"])
-        axes.errorbar(100 * found["mean"], place, xerr=[[low], [high]], fmt="o", color=colour, capsize=3)
-        axes.plot(
-            [100 * value for value in row["by_seed"]], [place] * len(row["by_seed"]), "|", color="0.4", markersize=9
-        )
-    axes.set_yticks(range(len(rows)), [row["model"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{metric} (%) on {rows[0]['num_problems']} test problems, 95 % intervals; bars: single seeds")
-    axes.grid(axis="x", color="0.9")
-    axes.set_axisbelow(True)
+        if len(row["by_seed"]) > 1:
+            figure.axes[0].plot(
+                [100 * value for value in row["by_seed"]], [place] * len(row["by_seed"]), "|", color="0.3"
+            )
     save_figure(figure, path)

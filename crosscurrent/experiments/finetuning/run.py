@@ -5,6 +5,7 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def run_finetune(recipe: FinetuneRecipe, path: str | Path, name: str = "") -> di
     if before.is_done:  # its data may be gone by now
         before.check_recipe(recipe)
         return before.result() if rank() == 0 else None
+    if recipe.training.method == "lora" and find_spec("peft") is None:
+        raise ValueError("training.method=lora needs the package peft: pip install 'crosscurrent[finetune]'.")
     model, problems = build_finetuned(recipe)
     folder = FinetuneRunFolder(Path(path), problems)
     assert problems.train and problems.validation  # raises if they cannot be trained on
@@ -127,6 +130,9 @@ def _with_recurrence(base: PreTrainedModel, recipe: FinetuneRecipe) -> PreTraine
 
 def trainable(model: PreTrainedModel, recipe: FinetuneRecipe) -> Any:
     """The model with what is to be trained set, wrapped in an adapter if the recipe asks for one."""
+    if recipe.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()  # else nothing reaches an adapter behind a frozen embedding
     if recipe.training.method == "fusion":
         assert isinstance(model, T2MLRForCausalLM)
         freeze_base(model)
@@ -188,9 +194,6 @@ class _Run:
     def _trainer(self, done: int, progress: Progress, stop: StopOnSignal) -> TextTrainer:
         training = self.recipe.training
         model = trainable(self.model, self.recipe)
-        if training.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            model.enable_input_require_grads()  # else nothing reaches an adapter behind a frozen embedding
         more: dict[str, Any] = {}
         if self.recipe.base.is_recurrent:
             rate = training.fusion_learning_rate or FUSION_FACTOR * training.learning_rate

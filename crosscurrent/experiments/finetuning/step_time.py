@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.run import build_finetuned, trainable
-from crosscurrent.experiments.run_folder import read_json
-from crosscurrent.files import write_whole
+from crosscurrent.experiments.run_folder import BusyError, read_json
+from crosscurrent.files import locked, write_whole
 
 FILE = "step_time.json"
 ROUNDS = 5
@@ -29,49 +30,64 @@ def step_time_ratio(recipe: FinetuneRecipe, baseline: FinetuneRecipe, output: Pa
 
     Raises:
         ValueError: the file is damaged.
+        BusyError: another process is timing.
     """
     file = output / FILE
-    if file.exists():
-        return float(read_json(file, "ratio")["ratio"])
+    busy = BusyError(f"{output}: another process is timing steps there. Wait for it, and start again.")
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output, busy):
+        if not file.exists():
+            _measure(recipe, baseline, file)
+    return float(read_json(file, "ratio")["ratio"])
+
+
+def _measure(recipe: FinetuneRecipe, baseline: FinetuneRecipe, file: Path) -> None:
     steps = [_Step(one) for one in (recipe, baseline)]
     seconds: list[list[float]] = []
     with tqdm(total=ROUNDS + 1, desc="timing a step with and without recurrence", unit="round", leave=False) as bar:
-        for _ in range(ROUNDS + 1):
-            seconds.append([step.seconds() for step in steps])
+        for number in range(ROUNDS + 1):
+            seconds.append([step.seconds(number) for step in steps])
             bar.update()
     seconds = seconds[1:]  # the first round warms up
     ratio = statistics.median(one / other for one, other in seconds)
     found: dict[str, Any] = {"ratio": round(ratio, 4), "seconds": [[round(one, 4) for one in pair] for pair in seconds]}
-    output.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(found, indent=2) + "\n")
     tqdm.write(f"a step with recurrence takes {ratio:.2f} times as long as one without", file=sys.stderr)
-    return float(found["ratio"])
 
 
 class _Step:
-    """The gradient of a training step, on the first batch: what takes a step's time."""
+    """Training steps on the batches that a run begins with: forward and backward pass, clipping, and the optimizer."""
 
     def __init__(self, recipe: FinetuneRecipe):
-        model, problems = build_finetuned(recipe)
+        model, self.problems = build_finetuned(recipe)
+        self.training = recipe.training
         self.model: Any = trainable(model, recipe)
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self.model.to(device).train()
-        training = recipe.training
-        size = training.microbatch_size or training.batch_size
-        rows = problems.train_rows
-        starts = range(0, training.batch_size, size)
-        batches = [problems.collate([rows[index] for index in range(start, start + size)]) for start in starts]
-        self.batches = [{name: values.to(device) for name, values in batch.items()} for batch in batches]
-        self.dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[training.precision]
+        self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self.model.to(self.device).train()
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=recipe.training.learning_rate, fused=True)
+        self.dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.training.precision]
 
-    def seconds(self) -> float:
-        self.model.zero_grad()
+    def seconds(self, number: int) -> float:
+        """Of step `number` of the run."""
+        batches = self._batches(number)
         started = time.perf_counter()
-        for batch in self.batches:
-            kind = batch["input_ids"].device.type
-            with torch.autocast(kind, self.dtype, enabled=self.dtype is not None):
+        for batch in batches:
+            with torch.autocast(batch["input_ids"].device.type, self.dtype, enabled=self.dtype is not None):
                 loss = self.model(**batch, use_cache=False).loss
             loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - started
+
+    def _batches(self, number: int) -> list[dict[str, Tensor]]:
+        size, rows = self.training.microbatch_size or self.training.batch_size, self.problems.train_rows
+        first = number * self.training.batch_size
+        starts = range(first, first + self.training.batch_size, size)
+        batches = [
+            self.problems.collate([rows[index % len(rows)] for index in range(start, start + size)]) for start in starts
+        ]
+        return [{name: values.to(self.device) for name, values in batch.items()} for batch in batches]

@@ -1,5 +1,6 @@
 """Judging what a model wrote about a mathematical problem: by a number, or by an expression."""
 
+import re
 from fractions import Fraction
 
 from crosscurrent.tasks.reasoning.expressions import compare
@@ -56,5 +57,8 @@ def number_answered(output: str) -> Fraction | None:
         72
     """
     block = first_block(output)
-    answer = marked_answer(block) or last_box(block) or phrased_answer(block)
+    phrase = phrased_answer(block)
+    if phrase is not None and not re.search(r"[0-9]", phrase):  # "Answer: let us see."
+        phrase = None
+    answer = marked_answer(block) or last_box(block) or phrase
     return read_number(answer) if answer else last_number(block)
