@@ -3,6 +3,8 @@
 import json
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,3 +442,15 @@ def test_differences_are_over_common_seeds() -> None:
     other = Entry("other", ({},), answered([1], [1]), seeds=(3,))
     with pytest.raises(ValueError, match="no seed in common"):
         difference(ours, other)
+
+
+def test_two_processes_come_to_what_one_comes_to(base: Path, compared: Path, tmp_path: Path) -> None:
+    file = written(base, tmp_path, seed=1, training={"batch_size": 4})
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    assert run_cli("train", file, "-o", alone).exit_code == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "crosscurrent", "train", str(file), "--output", str(shared)]
+    subprocess.run(command, check=True, timeout=240, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ours, theirs = weights(shared), weights(alone)
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 5e-4  # the rate is 1e-2
+    assert (shared / "result.json").exists() and not (shared / "checkpoints").exists()

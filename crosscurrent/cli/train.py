@@ -26,7 +26,9 @@ def train(
         str, typer.Argument(metavar="RECIPE", help="A .yaml file, or a name that `crosscurrent recipes` lists.")
     ],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
-    output: Annotated[Path | None, typer.Option(show_default="runs/RECIPE/seed-SEED", help="The run's folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", show_default="runs/RECIPE/seed-SEED", help="The run's folder.")
+    ] = None,
 ) -> None:
     """Train a model on a task, select a checkpoint by validation, and test it; train one on text; or fine-tune one.
 
@@ -96,7 +98,12 @@ def reproduce(
     seeds: Annotated[str | None, typer.Option(metavar="SEED,...", show_default="all", help="Seeds to run.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(show_default="runs/STUDY-SCALE, or runs/NAME of a file", help="The folder of the study's runs."),
+        typer.Option(
+            "--output",
+            "-o",
+            show_default="runs/STUDY-SCALE, or runs/NAME of a file",
+            help="The folder of the study's runs.",
+        ),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be run.")] = False,
 ) -> None:
