@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -173,7 +174,9 @@ def test_a_finished_comparison_is_not_done_again(compared: Path, base: Path, tmp
 def test_report_shows_runs_of_fine_tuning(compared: Path, tmp_path: Path) -> None:
     result = run_cli("report", compared, "-o", tmp_path / "report")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "report" / "comparison.md").read_text() == (compared / "comparison.md").read_text()
+    text = (tmp_path / "report" / "comparison.md").read_text()
+    assert text == (compared / "comparison.md").read_text()
+    assert text.startswith("variable_assignment: ") and "6 test problems" in text and "layers [1, 3)" in text
 
 
 @pytest.mark.parametrize("stopped", ["training", "answering"])
@@ -194,6 +197,27 @@ def test_a_stopped_run_goes_on_to_the_same_result(
     outputs = [[one.output for one in read_answers(run / "answers.jsonl").records] for run in (tmp_path / "run", whole)]
     assert outputs[0] == outputs[1]
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_signal_in_the_last_step_ends_a_comparison(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next run would begin as if nothing had been said."""
+    from crosscurrent.training.text_trainer import TextTrainer
+
+    whole = TextTrainer.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step + 1 == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(TextTrainer, "training_step", training_step)
+    result = run_cli("finetune", written(base, tmp_path), "-o", tmp_path / "runs")
+    assert result.exit_code == 143 and "goes on from it" in result.stderr
+    assert not (tmp_path / "runs" / "baseline").exists()
+    monkeypatch.undo()
+    assert run_finetune(recipe(base), tmp_path / "runs" / "retrofit" / "seed-42") is not None
 
 
 def interrupted(*_: object) -> None:
@@ -430,16 +454,17 @@ def answered(*right: list[int]) -> tuple[Record, ...]:
     )
 
 
-def test_differences_are_over_common_seeds() -> None:
+def test_differences_are_over_common_seeds(base: Path) -> None:
     """Of seeds 1 and 2 the first model has 1 and 0 right on p0; the second has only seed 2."""
-    ours = Entry("retrofit", ({}, {}), answered([1, 0], [0, 1]), seeds=(1, 2))
-    theirs = Entry("baseline", ({},), answered([1], [0]), seeds=(2,))
+    asked = recipe(base)
+    ours = Entry("retrofit", asked, ({}, {}), answered([1, 0], [0, 1]), seeds=(1, 2))
+    theirs = Entry("baseline", asked, ({},), answered([1], [0]), seeds=(2,))
     found = difference(ours, theirs)
     assert (found.difference.mean, found.num_better, found.num_worse) == (0.0, 1, 1)  # 0 - 1 on p0, 1 - 0 on p1
-    untouched = Entry("untouched", (), answered([0], [0]), seeds=())
+    untouched = Entry("untouched", asked, (), answered([0], [0]), seeds=())
     assert difference(ours, untouched).difference.mean == 0.5
     assert difference(ours, ours).difference == Estimate(0.0, 0.0, 0.0)
-    other = Entry("other", ({},), answered([1], [1]), seeds=(3,))
+    other = Entry("other", asked, ({},), answered([1], [1]), seeds=(3,))
     with pytest.raises(ValueError, match="no seed in common"):
         difference(ours, other)
 

@@ -31,7 +31,7 @@ def finetune(
 
     \b
     Example: crosscurrent finetune reasoning/mini/variable_assignment-2/retrofit
-             crosscurrent finetune reasoning/mini/gsm_aug_equations/retrofit problems.data=gsm8k --seeds 42,43,44
+             crosscurrent finetune reasoning/mini/gsm_aug_equations/retrofit problems.data=gsm8k-folder --seeds 42,43,44
              crosscurrent finetune my.yaml base.layer_start=8 base.layer_end=14 training.method=lora -o runs/mine
     """
     from crosscurrent.experiments.finetuning.comparing import BASELINES as KNOWN

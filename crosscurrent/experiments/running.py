@@ -1,5 +1,6 @@
 """What runs of all kinds share: their folder, their processes, and the settings of their Trainer."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,12 @@ def training_arguments(training: OptimizationRecipe, folder: RunFolder, seed: in
         raise ValueError(
             f"training.batch_size={training.batch_size} does not divide into microbatches of {microbatch} for "
             f"{num_processes()} processes: change training.microbatch_size."
+        )
+    if training.warmup_steps >= training.max_steps:
+        warnings.warn(
+            f"training.warmup_steps={training.warmup_steps} is not below max_steps={training.max_steps}: the learning rate "
+            "does not come to what is asked for.",
+            stacklevel=2,
         )
     if training.precision == "fp16" and not torch.accelerator.is_available():
         raise ValueError("training.precision=fp16 needs a GPU: on a CPU take fp32, or bf16.")

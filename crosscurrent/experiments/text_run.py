@@ -166,7 +166,7 @@ class _Run:
             trainer = self._trainer(done, progress, stop)
             checkpoint = checkpoint_folder(self.folder.checkpoints, done)
             trainer.train(resume_from_checkpoint=str(checkpoint) if done else None)
-        stop.check(self.recipe.training.max_steps, self.name)
+        stop.check(self.name)
         self._save_whole(trainer)
 
     def _steps_done(self) -> int:

@@ -57,9 +57,9 @@ class StopOnSignal(TrainerCallback):
         torch.distributed.all_reduce(wanted, torch.distributed.ReduceOp.MAX)
         return bool(wanted)
 
-    def check(self, max_steps: int, what: str) -> None:
-        """Raise TerminatedError if a signal ended the training of `what` before its last step."""
-        if self.step is not None and self.step < max_steps:
+    def check(self, what: str) -> None:
+        """Raise TerminatedError if a signal ended the training of `what`, be it in its last step."""
+        if self.step is not None:
             raise TerminatedError(
                 f"{what} was told to end (SIGTERM): the checkpoint of step {self.step} is written, and the same command "
                 "goes on from it.",

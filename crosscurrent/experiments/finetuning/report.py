@@ -13,6 +13,7 @@ from tqdm import tqdm
 from crosscurrent.evaluation.answering import Comparison, Record, compare, read_answers, refuse_incomparable, summary
 from crosscurrent.experiments.drawing import COLOURS, draw_scores, save_figure
 from crosscurrent.experiments.finetuning.comparing import BASELINE, UNTOUCHED
+from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.run import FinetuneRunFolder
 from crosscurrent.experiments.run_folder import refuse_other_versions
 from crosscurrent.files import write_whole
@@ -25,12 +26,14 @@ class Entry:
 
     Attributes:
         model: a label, from the folder's name.
+        recipe: of its first seed; of the untouched base, that of a run beside it.
         results: of its seeds, as `result.json` holds them; none of the untouched base.
         records: of all seeds together, a seed's outputs beside those of the others.
         seeds: which.
     """
 
     model: str
+    recipe: FinetuneRecipe
     results: tuple[dict[str, Any], ...]
     records: tuple[Record, ...]
     seeds: tuple[int, ...]
@@ -70,7 +73,7 @@ def _entries(path: Path, models: dict[str, list[FinetuneRunFolder]]) -> list[Ent
         answers = read_answers(untouched)
         refuse_incomparable(answers.header, read_answers(first.answers_file).header, str(first.path))
         if answers.is_complete:
-            entries.append(Entry(UNTOUCHED, (), tuple(answers.records), ()))
+            entries.append(Entry(UNTOUCHED, first.recipe(), (), tuple(answers.records), ()))
         else:
             tqdm.write(
                 f"{untouched} is not finished and left out: `crosscurrent finetune` goes on with it.", file=sys.stderr
@@ -94,6 +97,7 @@ def _entry(name: str, folders: list[FinetuneRunFolder]) -> Entry:
     answers = [read_answers(folder.answers_file).records for folder in folders]
     return Entry(
         model=name,
+        recipe=folders[0].recipe(),
         results=tuple(folder.result() for folder in folders),
         records=_side_by_side(answers),
         seeds=tuple(folder.recipe().seed for folder in folders),
@@ -156,9 +160,30 @@ def write_comparison(entries: Sequence[Entry], output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     rows = [facts_of(entry, entries) for entry in entries]
     write_whole(output / "comparison.json", json.dumps(rows, indent=2) + "\n")
-    write_whole(output / "comparison.md", table(rows) + "\n")
+    write_whole(output / "comparison.md", f"{_heading(entries, rows)}\n\n{table(rows)}\n\n{_legend(entries)}\n")
     _draw(rows, output / "comparison")
     return [output / f"comparison.{kind}" for kind in ("json", "md", "png", "svg")]
+
+
+def _heading(entries: Sequence[Entry], rows: Sequence[dict[str, Any]]) -> str:
+    asked = entries[0].recipe
+    options = ", ".join(f"{name}={value}" for name, value in asked.problems.options.items())
+    task = f"{asked.problems.name} ({options})" if options else asked.problems.name
+    steps = f"{asked.training.method} fine-tuning, batches of {asked.training.batch_size}"
+    return f"{task}: {asked.base.name}, {steps}, {rows[0]['num_problems']:,} test problems"
+
+
+def _legend(entries: Sequence[Entry]) -> str:
+    ranges = [
+        f"{entry.model} recurs in layers [{entry.recipe.base.layer_start}, {entry.recipe.base.layer_end})"
+        for entry in entries
+        if entry.recipe.base.is_recurrent and entry.results
+    ]
+    scores = 'Scores and differences in % with 95 % intervals over problems; "less X": the difference to X, paired by problem'
+    return (
+        f"{'; '.join([*ranges, scores])}. Seconds: of training, as they passed. Unparsed: no answer could be read. Cut off: no "
+        "end within the allowed tokens."
+    )
 
 
 def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:

@@ -107,6 +107,11 @@ def build_finetuned(recipe: FinetuneRecipe) -> tuple[PreTrainedModel, ProblemsOf
     Raises:
         ValueError: the base cannot be loaded or does not fit.
     """
+    asked = recipe.problems
+    if asked.data is not None:  # a folder that is not there should show before a model is loaded
+        asked.task.problems("test", asked.data_path, asked.num_test)
+    if rank() == 0:
+        tqdm.write(f"loading {recipe.base.name}", file=sys.stderr)
     base = load_base(recipe.base.name, dtype=torch.float32)
     problems = ProblemsOfRun(recipe, load_tokenizer(recipe.base.name), context_length(base))
     set_seed(recipe.seed)
@@ -187,7 +192,7 @@ class _Run:
             trainer = self._trainer(done, progress, stop)
             checkpoint = checkpoint_folder(self.folder.checkpoints, done)
             trainer.train(resume_from_checkpoint=str(checkpoint) if done else None)
-        stop.check(self.recipe.training.max_steps, self.name)
+        stop.check(self.name)
         if rank() == 0:
             self._save(trainer.accelerator.unwrap_model(trainer.model))
 
