@@ -179,11 +179,15 @@ def _legend(entries: Sequence[Entry]) -> str:
         for entry in entries
         if entry.recipe.base.is_recurrent and entry.results
     ]
-    scores = 'Scores and differences in % with 95 % intervals over problems; "less X": the difference to X, paired by problem'
-    return (
-        f"{'; '.join([*ranges, scores])}. Seconds: of training, as they passed. Unparsed: no answer could be read. Cut off: no "
-        "end within the allowed tokens."
-    )
+    sentences = [
+        *ranges,
+        "Scores and differences in %, with 95 % intervals over problems",
+        '"less X" is the difference to X, paired by problem',
+        "Seconds are those of training, as they passed",
+        "unparsed: no answer could be read",
+        "cut off: no end within the allowed tokens.",
+    ]
+    return "; ".join(sentences)
 
 
 def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
