@@ -12,6 +12,11 @@ def partial_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
 
 
+def is_partial(name: str) -> bool:
+    """Whether a file of this name is what `write_whole` left when it was killed."""
+    return name.startswith(".") and ".partial-" in name
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there whole or as it was before."""
     partial = partial_name(path)

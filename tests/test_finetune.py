@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ import crosscurrent as cc
 from crosscurrent.cli.main import app
 from crosscurrent.data.problems import ProblemTokenizer
 from crosscurrent.evaluation.answering import Estimate, Record, read_answers
-from crosscurrent.experiments.finetuning.comparing import baseline_of
+from crosscurrent.experiments.finetuning.comparing import answer_untouched, baseline_of
 from crosscurrent.experiments.finetuning.examples import pack
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.report import Entry, difference, read_comparisons
@@ -479,3 +480,67 @@ def test_two_processes_come_to_what_one_comes_to(base: Path, compared: Path, tmp
     ours, theirs = weights(shared), weights(alone)
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 5e-4  # the rate is 1e-2
     assert (shared / "result.json").exists() and not (shared / "checkpoints").exists()
+
+
+def own_data(folder: Path, answer: str = "1") -> Path:
+    """Files of questions, different ones for each split."""
+    folder.mkdir(exist_ok=True)
+    for number, split in enumerate(("train", "validation", "test")):
+        rows = [{"question": f"{number}{i} + 1?", "answer": answer} for i in range(3)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_runs_on_changed_data_are_not_compared(base: Path, tmp_path: Path) -> None:
+    own = {"name": "question_answer", "data": str(own_data(tmp_path / "data")), "num_test": 2, "num_validation": None}
+    file = written(base, tmp_path, problems=own, training={"max_steps": 1}, evaluation={"max_new_tokens": 2})
+    command = ("finetune", file, "-o", tmp_path / "runs", "--baselines")
+    first = run_cli(*command, "none")
+    assert first.exit_code == 0, first.output  # three validation problems are enough where no number is asked for
+    own_data(tmp_path / "data", answer="2")
+    mixed = run_cli(*command, "baseline")
+    assert mixed.exit_code == 1 and "not of the same problems" in mixed.stderr
+    own_data(tmp_path / "data")
+    (tmp_path / "data" / "train.jsonl").write_text('{"question": "7?", "answer": "8"}\n')
+    mixed = run_cli(*command, "baseline")
+    assert mixed.exit_code == 1 and "is of another recipe" not in mixed.stderr
+    for run in (tmp_path / "runs" / "baseline").iterdir():
+        shutil.rmtree(run)
+    mixed = run_cli(*command, "baseline")
+    assert mixed.exit_code == 1 and "the files have changed" in mixed.stderr
+
+
+def test_what_is_kept_of_another_recipe_is_not_taken(base: Path, compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "untouched", tmp_path / "untouched")
+    shutil.copy(compared / "step_time.json", tmp_path)
+    assert answer_untouched(recipe(base), tmp_path / "untouched")["num_problems"] == 6
+    with pytest.raises(ValueError, match=r"scores.json is of another recipe \(problems.num_test: 6 -> 5\)"):
+        answer_untouched(recipe(base, problems={"num_test": 5}), tmp_path / "untouched")
+    asked = recipe(base, base={"layer_end": 4})
+    with pytest.raises(ValueError, match=r"step_time.json is of another recipe \(with.base.layer_end: 3 -> 4\)"):
+        step_time_ratio(asked, baseline_of(asked), tmp_path)
+
+
+def test_what_does_not_fit_is_said_before_training(base: Path, compared: Path, tmp_path: Path) -> None:
+    recurrent = recipe(base, base={"name": str(compared / "retrofit" / "seed-1" / "model")})
+    with pytest.raises(ValueError, match="recurrent already"):
+        run_finetune(recurrent, tmp_path / "run")
+    with pytest.raises(ValueError, match="leaves for a prompt"):
+        run_finetune(recipe(base, evaluation={"max_new_tokens": 2047}), tmp_path / "run")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "longer")
+    with pytest.raises(ValueError, match="resize_token_embeddings"):
+        run_finetune(recipe(tmp_path / "longer"), tmp_path / "run")
+    for template in ("{{ raise_exception('no') }}", "{% if %}", ""):
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer.chat_template = template or "{# nothing #}"
+        tokenizer.save_pretrained(tmp_path / "longer")
+        with pytest.raises(ValueError, match="chat template"):
+            run_finetune(recipe(tmp_path / "longer", problems={"prompt_format": "chat"}), tmp_path / "run")
+    torch.save({}, tmp_path / "longer" / "pytorch_model.bin")
+    (tmp_path / "longer" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="safetensors"):
+        run_finetune(recipe(tmp_path / "longer"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -21,7 +21,8 @@ def test_fields_are_those_that_are_named(tmp_path: Path) -> None:
     task = get_reasoning_task("question_answer", question="q", completion="steps", answer="a", judged_as="number")
     assert task.problems("train", data)[0] == Problem("train-0", "1 + 1?", "One and one. Answer: 2", "2")
     assert len(task.problems("train", data)) == 1  # the other is a test question
-    assert not task.problems("validation", data)
+    with pytest.raises(ValueError, match="nothing is left of validation"):
+        task.problems("validation", data)
     assert task.problems("test", data)[0].completion == "4"  # a test problem needs no steps
     plain = get_reasoning_task("question_answer", question="q", answer="a")
     assert plain.problems("train", data)[0].completion == "2"
@@ -53,6 +54,14 @@ def test_mathematics_is_judged_by_math_verify() -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'number'"):
         get_reasoning_task("question_answer", judged_as="numbers")
+    for options, message in (
+        ({"hub": "csv"}, "OWNER/NAME"),
+        ({"hub": 5}, "give text"),
+        ({"completion": []}, "give text"),
+        ({"name": "x"}, "no option 'name'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_reasoning_task("question_answer", **options)
     task = get_reasoning_task("question_answer")
     with pytest.raises(ValueError, match=r"validation\.jsonl or validation\.json"):
         task.problems("train")  # neither a folder nor a data set of the hub

@@ -3,7 +3,7 @@
 Prompt and completion are tokenised apart, so that a model is trained on exactly the prompts that it is asked with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,15 @@ class ProblemTokenizer:
         """The whole prompt as text, the template's own tokens included."""
         if self.format == "plain":
             return self.task.plain_prompt(problem)
+        from jinja2 import TemplateError  # which plain prompts do without
+
         messages = [{"role": "user", "content": self.task.message(problem)}]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(
+                f"the tokenizer's chat template cannot be used ({error}): mend it, or ask as text (prompt_format plain)."
+            ) from error
         assert isinstance(text, str)
         return text
 
@@ -68,6 +75,11 @@ class ProblemTokenizer:
         """Of a chat as its template writes it; of plain text with what the tokenizer puts before texts (BOS)."""
         text = self.prompt_text(problem)
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.format == "plain")["input_ids"]
+        if not ids:
+            raise ValueError(
+                f"the prompt of {problem.id} has no tokens: look at the tokenizer's chat template, or ask as text "
+                "(prompt_format plain)."
+            )
         # Some tokenizers end each text with their end-of-text token, which a prompt has not.
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
 
@@ -101,6 +113,18 @@ def context_length(model: Any) -> int | None:
     """How many tokens a model takes; None if its configuration does not say."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def check_vocabulary(rows: Iterable[Sequence[int]], model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if a token of some rows, or the end-of-text token, has no embedding in the model."""
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    highest = max((max(row) for row in rows if len(row)), default=0)
+    for token in (highest, tokenizer.eos_token_id):
+        if token >= num_embeddings:
+            raise ValueError(
+                f"the tokenizer has a token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), and the model embeds "
+                f"{num_embeddings}: model.resize_token_embeddings(len(tokenizer)), or take the tokenizer that belongs to it."
+            )
 
 
 def too_long(lengths: Sequence[int], longest: int | None) -> list[int]:

@@ -19,7 +19,7 @@ from crosscurrent.evaluation.answering import (
     read_answers,
     refuse_incomparable,
 )
-from crosscurrent.files import LOCK, locked, write_whole
+from crosscurrent.files import LOCK, is_partial, locked, write_whole
 from crosscurrent.models.base import shareable_name
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.reasoning import Problem, ReasoningTask, get_reasoning_task, reasoning_task_names
@@ -136,7 +136,8 @@ def claimed(output: Path | None, tasks: dict[str, ReasoningTask]) -> Iterator[No
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file: give the name of a folder.")
     own = {SCORES, LOCK, *map(records_name, tasks)}
-    others = sorted(path.name for path in output.iterdir() if path.name not in own) if output.exists() else []
+    found = sorted(path.name for path in output.iterdir()) if output.exists() else []
+    others = [name for name in found if name not in own and not is_partial(name)]
     if others:
         raise ValueError(
             f"{output} holds something else ({others[0]}): give a new folder, or the one of this evaluation."

@@ -35,6 +35,8 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
         30
     """
     location, extra = _locate(name)
+    if name not in PACKAGED and "gguf_file" not in kwargs:
+        extra = extra | {"use_safetensors": True}  # no pickle from outside
     try:
         model = AutoModelForCausalLM.from_pretrained(location, **extra, **kwargs)
     except (OSError, SafetensorError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from crosscurrent.data.problems import ProblemTokenizer, context_length, too_long
+from crosscurrent.data.problems import ProblemTokenizer, check_vocabulary, context_length, too_long
 from crosscurrent.data.texts import in_batches
 from crosscurrent.evaluation.answering.generating import Writer
 from crosscurrent.evaluation.answering.header import header_of
@@ -116,11 +116,12 @@ class Session:
         _check_ids(problems)
         tokens = ProblemTokenizer(task, tokenizer, settings.prompt_format)
         prompts = [tokens.prompt_ids(problem) for problem in problems]
+        check_vocabulary(prompts, model, tokenizer)
         context = context_length(model)
         longest = None if context is None else max(0, context - settings.length_for(task))
         left_out = set(too_long(list(map(len, prompts)), longest))
         _say_what_is_too_long([problems[place].id for place in sorted(left_out)], len(problems), longest, context)
-        self.header = header_of(model, task, problems, prompts, settings, name)
+        self.header = header_of(model, task, problems, prompts, settings, self.writer.end_ids, name)
         self._items = [
             _Item(problem, sample, tokens.prompt_text(problem), prompts[place], place in left_out)
             for place, problem in enumerate(problems)

@@ -27,6 +27,7 @@ def header_of(
     problems: Sequence[Problem],
     prompts: Sequence[list[int]],
     settings: AnsweringSettings,
+    end_ids: Sequence[int],
     name: str = "",
 ) -> dict[str, Any]:
     """Plain values that say what outputs depend on.
@@ -37,20 +38,28 @@ def header_of(
         problems: the problems.
         prompts: their token ids.
         settings: how they are put to the model.
+        end_ids: tokens at which outputs end.
         name: of the model, to be read by people; of a folder only the last part is kept.
     """
     header = {
         "format": FORMAT,
         "task": {"name": task.name, "options": asdict(task)},  # type: ignore[call-overload]
         "num_problems": len(problems),
-        "data": _digest([[problem.id, problem.question, problem.answer] for problem in problems]),
+        "data": _digest([_parts(problem) for problem in problems]),
         "settings": settings.text_settings(task),
         "prompts": _digest(list(prompts)),
         "recurrence": recurrence_of(model, settings),
+        "end_ids": list(end_ids),
         "model": {"name": shareable_name(name), "fingerprint": fingerprint(model)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(header, default=str))  # as it is read again: tuples are lists
     return plain
+
+
+def _parts(problem: Problem) -> list[Any]:
+    """All that a verdict depends on."""
+    parts = [problem.id, problem.question, problem.answer]
+    return [*parts, dict(problem.details)] if problem.details else parts
 
 
 def refuse_incomparable(header: dict[str, Any], baseline: dict[str, Any], name: str = "the baseline") -> None:

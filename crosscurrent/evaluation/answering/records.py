@@ -110,8 +110,11 @@ class RecordsFile:
 
     def append(self, records: Sequence[Record]) -> None:
         """Add records."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
+        except OSError as error:  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def read(self) -> Answers:
         """All that is there, without what is incomplete at the end.
@@ -122,12 +125,12 @@ class RecordsFile:
         """
         *lines, _ = self.path.read_bytes().split(b"\n")
         rows = [self._row(number, line) for number, line in enumerate(lines, start=1)]
-        if not rows or not rows[0].keys() >= _HEADER or rows[0]["format"] != FORMAT:
+        if not rows or not _is_header(rows[0]):
             raise ValueError(
                 f"{self.path} is no file of records of this version: its first line does not say what they depend on."
             )
         for number, row in enumerate(rows[1:], start=2):
-            if row.keys() != _FIELDS:
+            if not _is_record(row):
                 raise ValueError(f"{self.path}: line {number} is no record: restore the file, or delete it.")
         return Answers(rows[0], [Record(**row) for row in rows[1:]])
 
@@ -139,6 +142,26 @@ class RecordsFile:
         if not isinstance(row, dict):
             raise ValueError(f"{self.path}: line {number} is damaged: restore the file, or delete it.")
         return row
+
+
+def _is_header(row: dict[str, Any]) -> bool:
+    if not row.keys() >= _HEADER or row["format"] != FORMAT:
+        return False
+    parts = (row["task"], row["settings"], row["model"])
+    return type(row["num_problems"]) is int and all(isinstance(part, dict) for part in parts)
+
+
+def _is_record(row: dict[str, Any]) -> bool:
+    if row.keys() != _FIELDS or not isinstance(row["id"], str) or not isinstance(row["scores"], dict):
+        return False
+    counts = (row["sample"], row["num_prompt_tokens"], row["num_new_tokens"])
+    scores = [*row["scores"].values()]
+    return (
+        all(type(count) is int for count in counts)
+        and isinstance(row["seconds"], int | float)
+        and bool(scores)
+        and all(isinstance(score, int | float) and 0 <= score <= 1 for score in scores)
+    )
 
 
 def read_answers(path: Path) -> Answers:

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from crosscurrent.data.problems import context_length
 from crosscurrent.evaluation.answering import score_answers
 from crosscurrent.experiments.finetuning.examples import ProblemsOfRun
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.run import run_finetune
-from crosscurrent.experiments.finetuning.step_time import step_time_ratio
+from crosscurrent.experiments.finetuning.step_time import refuse_others, step_time_ratio
 from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.run_folder import BusyError, read_json
 from crosscurrent.files import locked, write_whole
@@ -124,12 +123,23 @@ def answer_untouched(recipe: FinetuneRecipe, folder: Path) -> dict[str, Any]:
     with locked(folder, BusyError(f"{folder}: another process is at work on it. Wait for it, or stop it.")):
         if not file.exists():
             _answer_untouched(recipe, folder)
-    return read_json(file, "metrics", "num_problems")
+    found = read_json(file, "metrics", "num_problems", "asked")
+    refuse_others(file, found["asked"], _asked(recipe))
+    return found
+
+
+def _asked(recipe: FinetuneRecipe) -> dict[str, Any]:
+    """What the answers of the untouched base depend on."""
+    problems = recipe.problems.model_dump(
+        mode="json", include={"name", "options", "data", "num_test", "prompt_format", "seed"}
+    )
+    evaluation = recipe.evaluation.model_dump(mode="json", exclude={"batch_size"})
+    return {"base": recipe.base.name, "problems": problems, "evaluation": evaluation}
 
 
 def _answer_untouched(recipe: FinetuneRecipe, folder: Path) -> None:
     model: Any = load_base(recipe.base.name, dtype=torch.float32)
-    problems = ProblemsOfRun(recipe, load_tokenizer(recipe.base.name), context_length(model))
+    problems = ProblemsOfRun(recipe, load_tokenizer(recipe.base.name), model)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     found = score_answers(
@@ -141,4 +151,4 @@ def _answer_untouched(recipe: FinetuneRecipe, folder: Path) -> None:
         folder / "answers.jsonl",
         UNTOUCHED,
     )
-    write_whole(folder / SCORES, json.dumps(found, indent=2) + "\n")
+    write_whole(folder / SCORES, json.dumps(found | {"asked": _asked(recipe)}, indent=2) + "\n")

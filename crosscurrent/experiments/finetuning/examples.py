@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosscurrent.data.batches import collate_rows, collate_rows_for_attention
 from crosscurrent.data.collation import PaddingCollator
-from crosscurrent.data.problems import ProblemTokenizer, too_long
+from crosscurrent.data.problems import ProblemTokenizer, check_vocabulary, context_length, too_long
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.models.outputs import IGNORED
 from crosscurrent.tasks.reasoning import Problem
 from crosscurrent.tasks.splits import Split
 
 Example = dict[str, Tensor]
+NUM_VALIDATION = 64
 _NAMED = 5  # of the examples that are left out
 
 
@@ -35,13 +36,13 @@ class ProblemsOfRun:
     Args:
         recipe: the recipe.
         tokenizer: of its base.
-        longest: how many tokens the base takes; None: any number.
+        base: the model that is to read them.
     """
 
-    def __init__(self, recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, longest: int | None):
-        self.recipe = recipe
+    def __init__(self, recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, base: PreTrainedModel):
+        self.recipe, self.base = recipe, base
         asked = recipe.problems
-        limits = [limit for limit in (longest, asked.max_length, asked.packed_length) if limit is not None]
+        limits = [limit for limit in (context_length(base), asked.max_length, asked.packed_length) if limit is not None]
         self.longest = min(limits, default=None)
         self.tokens = ProblemTokenizer(asked.task, tokenizer, asked.prompt_format)
         self.num_examples: dict[str, int] = {}
@@ -53,6 +54,9 @@ class ProblemsOfRun:
         task = asked.task
         counts = {"train": asked.num_train, "validation": asked.num_validation, "test": asked.num_test}
         count = counts[split]
+        if split == "validation" and count is None:
+            found = task.problems(split, asked.data_path, NUM_VALIDATION if task.is_generated else None, asked.seed)
+            return found[:NUM_VALIDATION]
         if split == "train" and count is None and task.is_generated:
             count = min(task.num_problems["train"], training.max_steps * training.batch_size)
         # What is learned follows from the run's seed: without it runs of several seeds would be one and the same.
@@ -82,6 +86,7 @@ class ProblemsOfRun:
         asked, problems = self.recipe.problems, self.problems(split)
         with tqdm(problems, desc=f"tokenizing {split} problems", unit="problem", leave=False, delay=2) as bar:
             examples = [self.tokens.example(problem, asked.loss_on, asked.recurrent) for problem in bar]
+        check_vocabulary([example["input_ids"].tolist() for example in examples], self.base, self.tokens.tokenizer)
         left_out = too_long([len(example["input_ids"]) for example in examples], self.longest)
         if left_out:
             named = ", ".join(problems[index].id for index in left_out[:_NAMED])
@@ -91,6 +96,11 @@ class ProblemsOfRun:
                 file=sys.stderr,
             )
         dropped = set(left_out)
+        if not examples:
+            raise ValueError(
+                f"{asked.name} has no {split} problems here: those of the held-out splits are left out of training, so give "
+                "a folder with a file for each split."
+            )
         kept = [example for index, example in enumerate(examples) if index not in dropped]
         self.num_examples[split], self.num_left_out[split] = len(kept), len(left_out)
         if not kept:

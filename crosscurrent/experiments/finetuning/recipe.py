@@ -32,7 +32,7 @@ class ProblemsRecipe(Settings):
         options: of the task, such as {depth: 5}.
         data: a folder or file with its data; null: the hub, or for generated tasks nothing.
         num_train: the first so many problems; null: all, of a generated task as many as are read.
-        num_validation: problems whose loss is watched.
+        num_validation: problems whose loss is watched; null: the first 64, or fewer if there are fewer.
         num_test: problems that are answered in the end; null: all.
         prompt_format, loss_on, recurrent: null: as the task has them.
         max_length: longer examples are left out, and named; null: as long as the model takes.
@@ -44,7 +44,7 @@ class ProblemsRecipe(Settings):
     options: dict[str, Any] = {}
     data: str | None = None
     num_train: Count | None = None
-    num_validation: Count = 64
+    num_validation: Count | None = None
     num_test: Count | None = None
     prompt_format: PromptFormat | None = None
     loss_on: Part | None = None

@@ -64,10 +64,8 @@ def read_comparisons(paths: Sequence[Path]) -> dict[Path, list[Entry]]:
 def _entries(path: Path, models: dict[str, list[FinetuneRunFolder]]) -> list[Entry]:
     entries = [_entry(name, folders) for name, folders in models.items()]
     first = next(iter(models.values()))[0]
-    for folders in models.values():
-        refuse_other_versions(f"{folders[0].path} was made", folders[0].versions(), first.versions())
-        one, other = (read_answers(folder.answers_file).header for folder in (folders[0], first))
-        refuse_incomparable(one, other, str(first.path))
+    for folder in (folder for folders in models.values() for folder in folders):
+        _refuse_other_problems(folder, first)
     untouched = path / UNTOUCHED / "answers.jsonl"
     if untouched.exists():
         answers = read_answers(untouched)
@@ -82,6 +80,20 @@ def _entries(path: Path, models: dict[str, list[FinetuneRunFolder]]) -> list[Ent
     return sorted(
         entries, key=lambda entry: (entry.model == UNTOUCHED, entry.model.startswith(BASELINE), order[entry.model])
     )
+
+
+def _refuse_other_problems(folder: FinetuneRunFolder, first: FinetuneRunFolder) -> None:
+    """Raise ValueError if two runs were tested on other problems, or made with other versions or other data."""
+    refuse_other_versions(f"{folder.path} was made", folder.versions(), first.versions())
+    headers = [read_answers(one.answers_file).header for one in (folder, first)]
+    refuse_incomparable(headers[0], headers[1], str(first.path))
+    # Of files all runs read the same; generated problems follow from recipe and version.
+    is_generated = folder.recipe().problems.task.is_generated
+    if not is_generated and folder.versions().get("problems") != first.versions().get("problems"):
+        raise ValueError(
+            f"{folder.path} was made with other data than {first.path} (the files have changed): they cannot stand in one "
+            "table. Delete the runs with the old data, and start again."
+        )
 
 
 def _entry(name: str, folders: list[FinetuneRunFolder]) -> Entry:

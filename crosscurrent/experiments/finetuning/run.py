@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
 
-from crosscurrent.data.problems import context_length
-from crosscurrent.evaluation.answering import score_answers
+from crosscurrent.evaluation.answering import Session, score_answers
 from crosscurrent.experiments.finetuning.examples import ProblemsOfRun, describe
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe, LoraRecipe
 from crosscurrent.experiments.processes import from_first, rank
@@ -24,6 +23,7 @@ from crosscurrent.experiments.saving import save_model
 from crosscurrent.experiments.settings import read_yaml, validated
 from crosscurrent.files import write_whole
 from crosscurrent.models.base import load_base, load_tokenizer
+from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.t2mlr import T2MLRForCausalLM, retrofit
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.adapters import freeze_base, lora_config
@@ -97,6 +97,8 @@ def run_finetune(recipe: FinetuneRecipe, path: str | Path, name: str = "") -> di
     model, problems = build_finetuned(recipe)
     folder = FinetuneRunFolder(Path(path), problems)
     assert problems.train and problems.validation  # raises if they cannot be trained on
+    tokens, test = problems.tokens, problems.problems("test")
+    Session(model, tokens.tokenizer, tokens.task, test, recipe.answering, name)  # raises if they cannot be asked
     run = _Run(recipe, folder, problems, model, _arguments(recipe, folder), name or folder.path.name)
     return run_in_folder(folder, recipe, train=run.train, finish=run.finish)
 
@@ -113,7 +115,12 @@ def build_finetuned(recipe: FinetuneRecipe) -> tuple[PreTrainedModel, ProblemsOf
     if rank() == 0:
         tqdm.write(f"loading {recipe.base.name}", file=sys.stderr)
     base = load_base(recipe.base.name, dtype=torch.float32)
-    problems = ProblemsOfRun(recipe, load_tokenizer(recipe.base.name), context_length(base))
+    if isinstance(base, RecurrentCausalLM):
+        raise ValueError(
+            f"{recipe.base.name} is a {type(base).__name__}, which is recurrent already: give the model that it was made "
+            "from."
+        )
+    problems = ProblemsOfRun(recipe, load_tokenizer(recipe.base.name), base)
     set_seed(recipe.seed)
     return _with_recurrence(base, recipe), problems
 

@@ -4,6 +4,7 @@ Both are measured side by side, so that whatever else the machine does weighs on
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.experiments.finetuning.run import build_finetuned, trainable
 from crosscurrent.experiments.run_folder import BusyError, read_json
 from crosscurrent.files import locked, write_whole
+from crosscurrent.suggestions import differences
 
 FILE = "step_time.json"
 ROUNDS = 5
@@ -38,7 +40,27 @@ def step_time_ratio(recipe: FinetuneRecipe, baseline: FinetuneRecipe, output: Pa
     with locked(output, busy):
         if not file.exists():
             _measure(recipe, baseline, file)
-    return float(read_json(file, "ratio")["ratio"])
+    found = read_json(file, "ratio", "of")
+    refuse_others(file, found["of"], _of(recipe, baseline))
+    if not isinstance(found["ratio"], float) or not 0 < found["ratio"] < math.inf:
+        raise ValueError(f"{file} is damaged (ratio {found['ratio']!r}): restore it, or delete it to measure again.")
+    return found["ratio"]
+
+
+def refuse_others(file: Path, found: Any, wanted: dict[str, Any]) -> None:
+    """Raise ValueError if a file is not of what is wanted."""
+    differing = differences(found if isinstance(found, dict) else {}, wanted)
+    if differing:
+        raise ValueError(
+            f"{file} is of another recipe ({'; '.join(differing[:3])}): give another folder, or delete the file to make it "
+            "again."
+        )
+
+
+def _of(recipe: FinetuneRecipe, baseline: FinetuneRecipe) -> dict[str, Any]:
+    """What a step's time depends on; the seed is left out."""
+    kept = {"problems", "base", "training"}
+    return {name: one.model_dump(mode="json", include=kept) for name, one in (("with", recipe), ("without", baseline))}
 
 
 def _measure(recipe: FinetuneRecipe, baseline: FinetuneRecipe, file: Path) -> None:
@@ -51,6 +73,7 @@ def _measure(recipe: FinetuneRecipe, baseline: FinetuneRecipe, file: Path) -> No
     seconds = seconds[1:]  # the first round warms up
     ratio = statistics.median(one / other for one, other in seconds)
     found: dict[str, Any] = {"ratio": round(ratio, 4), "seconds": [[round(one, 4) for one in pair] for pair in seconds]}
+    found["of"] = _of(recipe, baseline)
     write_whole(file, json.dumps(found, indent=2) + "\n")
     tqdm.write(f"a step with recurrence takes {ratio:.2f} times as long as one without", file=sys.stderr)
 

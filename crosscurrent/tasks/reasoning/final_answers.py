@@ -15,7 +15,9 @@ _NEXT_EXERCISE = re.compile(
     r"\n[ \t]*(?:\*\*)?(?:Question|Problem|Exercise|Q|User|Human)\b[ \t]*\d*[ \t]*(?:\*\*)?[ \t]*:"
 )
 _HEADING = re.compile(r"(?:step|part|solution|explanation|analysis|calculation)\b", re.IGNORECASE)
-_PHRASE = re.compile(r"\banswers?\b\s*(?:\*\*)?\s*(?:is|are|:|=)\s*(?:\*\*)?\s*:?\s*(?P<rest>[^\n]*)", re.IGNORECASE)
+_PHRASE = re.compile(  # possessive: else many spaces take time as their square
+    r"\banswers?\b\s*+(?:\*\*)?+\s*+(?:is|are|:|=)\s*+(?:\*\*)?+\s*+:?+\s*+(?P<rest>[^\n]*)", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|$)")
 
 

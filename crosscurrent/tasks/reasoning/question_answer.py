@@ -62,6 +62,12 @@ class QuestionAnswer(ReasoningTask):
     max_new_tokens: ClassVar[int] = 512
 
     def __post_init__(self) -> None:
+        for name in ("question", "answer", "completion", "hub", "hub_config", "train", "validation", "test"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name in ("completion", "hub", "hub_config")):
+                raise ValueError(f"{name}={value!r} is not allowed: give text.")
+        if self.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub):
+            raise ValueError(f"hub={self.hub!r} is not allowed: give a data set of the hub, as OWNER/NAME.")
         if self.judged_as not in get_args(Judge):
             raise ValueError(
                 f"judged_as={self.judged_as!r} is not allowed.{did_you_mean(self.judged_as, get_args(Judge))} Give one of "
@@ -81,6 +87,11 @@ class QuestionAnswer(ReasoningTask):
         }
         others = [record for other in kept_for[split] for record in self._records(other, data)]
         records = leave_out(self._records(split, data), others, self.question)
+        if not records:
+            raise ValueError(
+                f"nothing is left of {split} when the questions of {' and '.join(kept_for[split])} are left out: give files "
+                "with different questions."
+            )
         chosen = first(records, count, f"problems of {self.name} ({split})")
         return [self._problem(f"{split}-{number}", split, record) for number, record in enumerate(chosen)]
 

@@ -40,7 +40,7 @@ def reasoning_task_names() -> list[str]:
     return sorted(_TASKS)
 
 
-def get_reasoning_task(name: str, **options: Any) -> ReasoningTask:
+def get_reasoning_task(name: str, /, **options: Any) -> ReasoningTask:
     """The task of that name.
 
     Args:
