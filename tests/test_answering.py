@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -295,7 +296,12 @@ def test_records_of_something_else_are_not_gone_on_with(model: Any, folders: dic
         moved.lm_head.weight[3, 3] += 1e-3
     templated = tiny_tokenizer()
     templated.chat_template = "{{ messages[0]['content'] }}!"
+    ending = copy.deepcopy(model)
+    ending.generation_config.eos_token_id = 7
+    detailed = [*PROBLEMS[:6], replace(PROBLEMS[6], details={"edges": [[0, 1]]})]
     calls: list[tuple[str, Any]] = [
+        ("end_ids", lambda: answers(ending, GREEDY, file)),
+        ("data", lambda: answers(model, GREEDY, file, problems=detailed)),
         ("model.fingerprint", lambda: answers(moved, GREEDY, file)),
         ("recurrence", lambda: answers(load("opened", folders), GREEDY, file)),
         ("settings.max_new_tokens: 6 -> 7", lambda: answers(model, replace(GREEDY, max_new_tokens=7), file)),
@@ -313,6 +319,19 @@ def test_records_of_something_else_are_not_gone_on_with(model: Any, folders: dic
     for damaged, words in (
         (b"\n".join([lines[0], lines[1][:-9], lines[2], b""]), "line 2 is damaged"),
         (b"\n".join([lines[0], b"{}", lines[2], b""]), "line 2 is no record"),
+        (
+            b"\n".join([lines[0], re.sub(rb'"accuracy": [0-9.]+', b'"accuracy": 7', lines[1]), b""]),
+            "line 2 is no record",
+        ),
+        (
+            b"\n".join([lines[0], re.sub(rb'"accuracy": [0-9.]+', b'"accuracy": NaN', lines[1]), b""]),
+            "line 2 is no record",
+        ),
+        (b"\n".join([lines[0], re.sub(rb'"id": "[^"]+"', b'"id": []', lines[1]), b""]), "line 2 is no record"),
+        (
+            b"\n".join([re.sub(rb'"num_problems": [0-9]+', b'"num_problems": null', lines[0]), b""]),
+            "no file of records",
+        ),
         (b"\n".join([lines[1], lines[2], b""]), "no file of records"),
         (b"\n".join([lines[0], lines[2], lines[1], b""]), "in the order of the problems"),
         (b"", "no file of records"),

@@ -26,6 +26,7 @@ GSM8K = [
     Row("#### 72 clips in April and 12 in May", "72", True),
     Row("#### Step 1\n48 / 2 = 24\n#### Step 2\n48 + 24 = 72\n#### 72", "72", True),
     Row("#### none", "3", False, False),
+    Row("Answer: let us think. 3 + 4 = 7. So there are 7 apples.", "7", True),
     Row("There are 3.\n#### none", "3", False, False),
     # signs and separators
     Row("#### -3", "-3", True),
