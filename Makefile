@@ -25,7 +25,8 @@ test: setup lint
 	$(BIN)/python -m pytest -n 2 $(PYTEST_OPTIONS)
 
 # The same suite on the oldest supported transformers, laid over the same environment; without what transformers has no part in.
-PYTORCH_ALONE := compiling triton entries scan schedule scaling
+PYTORCH_ALONE := compiling triton entries scan schedule scaling bench report results tasks \
+	records mathematics_tasks tricky_answers graph_tasks hotpotqa judges question_answer
 test-oldest: setup $(OLDEST)/.complete
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 $(PYTEST_OPTIONS) $(PYTORCH_ALONE:%=--ignore=tests/test_%.py)
 

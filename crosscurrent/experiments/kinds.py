@@ -33,7 +33,8 @@ def recipe_of(values: Any, source: str) -> AnyKind:
             "({name: gsm8k, ...}): give one."
         )
     if len(given) > 1:
-        raise ValueError(f"{source}: a recipe has either {' or '.join(given)}, not both.")
+        articles = ["a task" if key == "task" else key for key in given]
+        raise ValueError(f"{source}: a recipe has either {' or '.join(articles)}, not both.")
     return validated(_KINDS[given[0]], values, source)
 
 
