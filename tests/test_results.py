@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from crosscurrent.experiments.aggregate import collect
+from crosscurrent.experiments.finetuning.report import read_comparisons, write_comparison
 from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
-from crosscurrent.experiments.study import load_study, shipped_studies
+from crosscurrent.experiments.study import find_recipe, load_study, shipped_studies
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -32,3 +33,15 @@ def test_runs_are_those_of_the_shipped_recipes() -> None:
         planned = {run.name: run.recipe for run in load_study(shipped_studies()[study]).plan(study)}
         for run in collect([RESULTS / name / "runs"]).finished:
             assert planned[run.name] == run.recipe, run.name
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in (RESULTS / "reasoning").glob("*/comparison.json")))
+def test_comparisons_are_made_from_the_runs(folder: Path, tmp_path: Path) -> None:
+    entries = read_comparisons([folder])[folder]
+    write_comparison(entries, tmp_path)
+    for name in ("comparison.json", "comparison.md"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text(), folder / name
+    shipped = find_recipe(
+        f"reasoning/mini/{folder.name}/retrofit", {"problems": {"data": entries[0].recipe.problems.data}}
+    )
+    assert shipped[1] == entries[0].recipe
