@@ -191,15 +191,11 @@ def _legend(entries: Sequence[Entry]) -> str:
         for entry in entries
         if entry.recipe.base.is_recurrent and entry.results
     ]
-    sentences = [
-        *ranges,
-        "Scores and differences in %, with 95 % intervals over problems",
-        '"less X" is the difference to X, paired by problem',
-        "Seconds are those of training, as they passed",
-        "unparsed: no answer could be read",
-        "cut off: no end within the allowed tokens.",
-    ]
-    return "; ".join(sentences)
+    columns = (
+        'Scores and differences in %, with 95 % intervals over problems; "less X": the difference to X, paired by problem; '
+        "seconds a step: the median; unparsed: no answer could be read; cut off: no end within the allowed tokens."
+    )
+    return f"{'; '.join(ranges)}. {columns}" if ranges else columns
 
 
 def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -215,6 +211,7 @@ def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
         "seeds": list(entry.seeds),
         "num_parameters": entry.results[0]["num_parameters"] if entry.results else None,
         "steps": entry.results[0]["steps"] if entry.results else 0,
+        "seconds_per_step": _mean([result["seconds_per_step"] for result in entry.results]),
         "training_seconds": _mean([result["training_seconds"] for result in entry.results]),
         "validation_loss": _mean([result["validation_loss"] for result in entry.results]),
         "metric": metric,
@@ -233,7 +230,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     metric = rows[0]["metric"]
     against = [row["model"] for row in rows if row["model"].startswith((BASELINE, UNTOUCHED))]
-    names = ["model", "seeds", "steps", "seconds", "validation loss", f"{metric} (%)"]
+    names = ["model", "seeds", "steps", "seconds a step", "validation loss", f"{metric} (%)"]
     names += [f"less {model}" for model in against] + ["unparsed (%)", "cut off (%)"]
     lines = ["| " + " | ".join(names) + " |", "| --- |" + " ---: |" * (len(names) - 1)]
     for row in rows:
@@ -241,7 +238,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             row["model"],
             str(len(row["seeds"]) or "-"),
             str(row["steps"]),
-            "-" if row["training_seconds"] is None else f"{row['training_seconds']:.0f}",
+            "-" if row["seconds_per_step"] is None else f"{row['seconds_per_step']:.2f}",
             "-" if row["validation_loss"] is None else f"{row['validation_loss']:.4f}",
             _percent(row["metrics"][metric], sign=False),
             *(_percent(row["differences"].get(model, {}).get("difference"), sign=True) for model in against),
