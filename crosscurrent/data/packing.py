@@ -26,6 +26,18 @@ def check_sequence_length(sequence_length: int) -> None:
         )
 
 
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The numbers from 0 to `count` - 1 in the order of an epoch, drawn anew for each.
+
+    Example:
+        >>> sorted(epoch_order(3, seed=1, epoch=0).tolist())
+        [0, 1, 2]
+    """
+    # Raw numbers and a stable sort: numpy promises these, but not its permutations, for ever.
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    return np.argsort(keys, kind="stable")
+
+
 def packed_row(pieces: Sequence[np.ndarray], sequence_length: int) -> Row:
     """A row of pieces of documents, each of them a segment: no state, attention or loss is to cross into the next.
 
@@ -158,8 +170,7 @@ class PackedRows(Dataset[Row]):
         if self._epoch is None or self._epoch.number != number:
             lengths = np.diff(self._document_starts())
             order = np.arange(len(lengths))
-            if self.shuffle:  # raw numbers and a stable sort: numpy promises these, but not its permutations, for ever
-                keys = np.random.PCG64(np.random.SeedSequence([self.seed, number])).random_raw(len(lengths))
-                order = np.argsort(keys, kind="stable")
+            if self.shuffle:
+                order = epoch_order(len(lengths), self.seed, number)
             self._epoch = _Epoch(number, order, np.cumsum(lengths[order]))
         return self._epoch

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from crosscurrent.models.outputs import IGNORED
 from crosscurrent.tasks.reasoning.task import Part, Problem, PromptFormat, ReasoningTask
 
+_NAMED = 5  # problems in a message
+
 
 @dataclass(frozen=True)
 class ProblemTokenizer:
@@ -125,6 +127,16 @@ def check_vocabulary(rows: Iterable[Sequence[int]], model: Any, tokenizer: PreTr
                 f"the tokenizer has a token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), and the model embeds "
                 f"{num_embeddings}: model.resize_token_embeddings(len(tokenizer)), or take the tokenizer that belongs to it."
             )
+
+
+def some_of(ids: Sequence[str]) -> str:
+    """The first ids of some problems, for a message.
+
+    Example:
+        >>> some_of(["test-1", "test-2"]), some_of(list("abcdefg"))
+        ('test-1, test-2', 'a, b, c, d, e, ...')
+    """
+    return ", ".join([*ids[:_NAMED], *(["..."] if len(ids) > _NAMED else [])])
 
 
 def too_long(lengths: Sequence[int], longest: int | None) -> list[int]:

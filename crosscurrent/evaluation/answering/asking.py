@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from crosscurrent.data.problems import ProblemTokenizer, check_vocabulary, context_length, too_long
+from crosscurrent.data.problems import ProblemTokenizer, check_vocabulary, context_length, some_of, too_long
 from crosscurrent.data.texts import in_batches
 from crosscurrent.evaluation.answering.generating import Writer
 from crosscurrent.evaluation.answering.header import header_of
@@ -18,8 +18,6 @@ from crosscurrent.evaluation.answering.records import Record, RecordsFile
 from crosscurrent.evaluation.answering.settings import AnsweringSettings
 from crosscurrent.evaluation.answering.statistics import summary
 from crosscurrent.tasks.reasoning import Problem, ReasoningTask
-
-NAMED = 5  # prompts that are too long
 
 
 def score_answers(
@@ -217,7 +215,7 @@ def _check_ids(problems: Sequence[Problem]) -> None:
 def _say_what_is_too_long(ids: list[str], num_problems: int, longest: int | None, context: int | None) -> None:
     if not ids:
         return
-    named = ", ".join(ids[:NAMED]) + (", ..." if len(ids) > NAMED else "")
+    named = some_of(ids)
     what = (
         f"{len(ids)} of {num_problems} prompts have more than {longest} tokens, what the model's context of {context} "
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -19,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosscurrent.data.batches import collate_rows, collate_rows_for_attention
 from crosscurrent.data.collation import PaddingCollator
-from crosscurrent.data.problems import ProblemTokenizer, check_vocabulary, context_length, too_long
+from crosscurrent.data.packing import epoch_order
+from crosscurrent.data.problems import ProblemTokenizer, check_vocabulary, context_length, some_of, too_long
 from crosscurrent.experiments.finetuning.recipe import FinetuneRecipe
 from crosscurrent.models.outputs import IGNORED
 from crosscurrent.tasks.reasoning import Problem
@@ -27,7 +27,6 @@ from crosscurrent.tasks.splits import Split
 
 Example = dict[str, Tensor]
 NUM_VALIDATION = 64
-_NAMED = 5  # of the examples that are left out
 
 
 class ProblemsOfRun:
@@ -45,11 +44,17 @@ class ProblemsOfRun:
         limits = [limit for limit in (context_length(base), asked.max_length, asked.packed_length) if limit is not None]
         self.longest = min(limits, default=None)
         self.tokens = ProblemTokenizer(asked.task, tokenizer, asked.prompt_format)
+        self._problems: dict[Split, Sequence[Problem]] = {}
         self.num_examples: dict[str, int] = {}
         self.num_left_out: dict[str, int] = {}
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """Those of a split."""
+        """Those of a split, read once."""
+        if split not in self._problems:
+            self._problems[split] = self._read(split)
+        return self._problems[split]
+
+    def _read(self, split: Split) -> Sequence[Problem]:
         asked, training = self.recipe.problems, self.recipe.training
         task = asked.task
         counts = {"train": asked.num_train, "validation": asked.num_validation, "test": asked.num_test}
@@ -89,10 +94,10 @@ class ProblemsOfRun:
         check_vocabulary([example["input_ids"].tolist() for example in examples], self.base, self.tokens.tokenizer)
         left_out = too_long([len(example["input_ids"]) for example in examples], self.longest)
         if left_out:
-            named = ", ".join(problems[index].id for index in left_out[:_NAMED])
+            named = some_of([problems[index].id for index in left_out])
             tqdm.write(
                 f"{len(left_out)} of {len(examples)} {split} problems have more than {self.longest} tokens and are left "
-                f"out: {named}{', ...' if len(left_out) > _NAMED else ''}",
+                f"out: {named}",
                 file=sys.stderr,
             )
         dropped = set(left_out)
@@ -161,14 +166,10 @@ class Epochs(Dataset[Example]):
         epoch, place = divmod(index, len(self.examples))
         if epoch == 0 and self.begins_in_order:
             return self.examples[place]
-        return self.examples[int(_order(self.seed, epoch, len(self.examples))[place])]
+        return self.examples[int(_order_kept(len(self.examples), self.seed, epoch)[place])]
 
 
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
-    # Raw numbers and a stable sort: numpy promises these, but not its permutations, for ever.
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
-    return np.argsort(keys, kind="stable")
+_order_kept = lru_cache(maxsize=2)(epoch_order)
 
 
 def pack(examples: Sequence[Example], row_length: int) -> list[Example]:

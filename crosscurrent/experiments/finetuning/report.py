@@ -202,9 +202,7 @@ def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
     """What a model's row says, as plain values: sizes and times are means over seeds, scores have 95 % intervals."""
     found = summary(entry.records)
     metric = next(iter(found["metrics"]))
-    others = [
-        other for other in entries if other.model.startswith((BASELINE, UNTOUCHED)) and other.model != entry.model
-    ]
+    others = [other for other in entries if _is_baseline(other.model) and other.model != entry.model]
     by_seed = [result["test"]["metrics"][metric]["mean"] for result in entry.results]
     return {
         "model": entry.model,
@@ -222,6 +220,11 @@ def facts_of(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
+def _is_baseline(model: str) -> bool:
+    """Whether a label is that of a model to be compared with."""
+    return model.startswith((BASELINE, UNTOUCHED))
+
+
 def _mean(values: list[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
@@ -229,7 +232,7 @@ def _mean(values: list[float]) -> float | None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     metric = rows[0]["metric"]
-    against = [row["model"] for row in rows if row["model"].startswith((BASELINE, UNTOUCHED))]
+    against = [row["model"] for row in rows if _is_baseline(row["model"])]
     names = ["model", "seeds", "steps", "seconds a step", "validation loss", f"{metric} (%)"]
     names += [f"less {model}" for model in against] + ["unparsed (%)", "cut off (%)"]
     lines = ["| " + " | ".join(names) + " |", "| --- |" + " ---: |" * (len(names) - 1)]
@@ -262,7 +265,7 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     metric = rows[0]["metric"]
     figure = draw_scores(
         {row["model"]: row["metrics"][metric] for row in rows},
-        {row["model"]: COLOURS[3 if row["model"].startswith((BASELINE, UNTOUCHED)) else 0] for row in rows},
+        {row["model"]: COLOURS[3 if _is_baseline(row["model"]) else 0] for row in rows},
         title=f"{rows[0]['num_problems']:,} problems; marks: single seeds",
         label=metric,
     )
