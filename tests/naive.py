@@ -78,6 +78,7 @@ class NaiveRLT:
         windows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.model.decoder.layers]
         state: Any = None if merge is None else merge.start_state
         logits = []
+        in_memory = slice(-(self.config.memory_sliding_window or 0), None)
         for position, e in enumerate(encoded):
             for group, projection in enumerate(self.model.memory):
                 normed = rms_norm(e, projection.norm)
@@ -99,7 +100,7 @@ class NaiveRLT:
                 query = rms_norm(self.split(attention.q_proj(rms_norm(s, layer.memory_layernorm))), attention.q_norm)
                 group = index * self.config.num_memory_groups // self.config.num_decoder_layers
                 query = rotate(query, position, self.theta)
-                s = s + attention.o_proj(self.attend(query, memory_keys[group], memory_values[group]))
+                s = s + attention.o_proj(self.attend(query, memory_keys[group][in_memory], memory_values[group][in_memory]))
                 s = s + self.feed_forward(layer.mlp, rms_norm(s, layer.post_attention_layernorm))
             if interval is not None and (position + 1) % interval == 0:
                 state = s

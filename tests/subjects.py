@@ -78,6 +78,7 @@ RLTS: dict[str, dict[str, Any]] = {
     "rlt_no_decoder": {"num_decoder_layers": 0},
     "rlt_tied": {"tie_encoder_decoder": True, "tie_word_embeddings": False},
     "rlt_encoder_window": {"encoder_sliding_window": 3},
+    "rlt_memory_window": {"memory_sliding_window": 2},
     "rlt_groups": {"num_memory_groups": 2, "sliding_window": 1},
 }
 

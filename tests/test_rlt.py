@@ -69,6 +69,22 @@ def test_the_encoders_window_counts_the_current_token(window: int) -> None:
         cc.RLTConfig(encoder_sliding_window=0)
 
 
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("solver", [cc.Sequential(), cc.Jacobi(12, 1)], ids=lambda solver: solver.name)
+def test_the_memorys_window_counts_the_current_token(window: int, solver: Any) -> None:
+    """With every other path closed, the last token sees token i exactly if it is at most window - 1 tokens back."""
+    model = make_rlt(num_decoder_layers=1, feedback_interval=None, sliding_window=1, memory_sliding_window=window)
+    with torch.no_grad():
+        for layer in model.model.encoder:
+            layer.self_attn.o_proj.weight.zero_()
+    embeds = torch.randn(1, 9, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, solver=solver).logits[0, -1].sum(), embeds)
+    reached = gradient[0].abs().sum(dim=-1) > 0
+    assert reached.tolist() == [i >= 9 - window for i in range(9)]
+    with pytest.raises(ValueError, match="memory_sliding_window=0"):
+        cc.RLTConfig(memory_sliding_window=0)
+
+
 def test_the_window_kept_is_as_short_as_can_be() -> None:
     model = make_rlt(sliding_window=4)
     for mask in (None, torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]])):

@@ -137,6 +137,7 @@ class RLTRecipe(Size):
     feedback_interval: Count | None = 1
     feedback_scale: float = 0.1
     encoder_sliding_window: Count | None = None
+    memory_sliding_window: Count | None = None
     sliding_window: Count = 8
     num_memory_groups: Count = 1
     tie_encoder_decoder: bool = False
@@ -151,6 +152,7 @@ class RLTRecipe(Size):
             num_encoder_layers=self.num_hidden_layers - self.num_decoder_layers,
             num_decoder_layers=self.num_decoder_layers,
             encoder_sliding_window=self.encoder_sliding_window,
+            memory_sliding_window=self.memory_sliding_window,
             sliding_window=self.sliding_window,
             num_memory_groups=self.num_memory_groups,
             feedback_interval=self.feedback_interval,

@@ -131,10 +131,10 @@ class EntriesGradient:
         """The gradient of entries `start` to `stop`, to be added to in place."""
         return self._sum.value().total().narrow(2, start, stop - start)
 
-    def keep(self, weights: Tensor, rows: Tensor) -> None:
-        """Leave weights^T rows, to be added to the gradient of the first K entries, until it is asked for: one product
-        for many steps. weights [B, H, S, K], rows [B, H, S, E]."""
-        self._sum.value().keep(weights, rows)
+    def keep(self, weights: Tensor, rows: Tensor, start: int) -> None:
+        """Leave weights^T rows, to be added to the gradient of K entries from `start` on, until it is asked for: one
+        product for many steps. weights [B, H, S, K], rows [B, H, S, E]."""
+        self._sum.value().keep(weights, rows, start)
 
 
 class _GradientSum:
@@ -142,21 +142,24 @@ class _GradientSum:
 
     def __init__(self, storage: Tensor):
         self._sum = torch.zeros_like(storage, memory_format=torch.contiguous_format)
-        self._weights: list[Tensor] = []
+        self._weights: list[tuple[int, Tensor]] = []  # and of which entry the first is
         self._rows: list[Tensor] = []
         self._num_rows = 0
 
-    def keep(self, weights: Tensor, rows: Tensor) -> None:
-        self._weights.append(weights)
+    def keep(self, weights: Tensor, rows: Tensor, start: int) -> None:
+        self._weights.append((start, weights))
         self._rows.append(rows)
         self._num_rows += rows.shape[2]
         if self._num_rows >= _MOST_ROWS:
             self._multiply()
 
     def _multiply(self) -> None:
-        num_keys = max(weights.shape[3] for weights in self._weights)
-        weights = torch.cat([F.pad(one, (0, num_keys - one.shape[3])) for one in self._weights], dim=2)
-        self._sum.narrow(2, 0, num_keys).add_(torch.matmul(weights.transpose(-1, -2), torch.cat(self._rows, dim=2)))
+        first = min(start for start, _ in self._weights)
+        num_keys = max(start + weights.shape[3] for start, weights in self._weights) - first
+        places = [(start - first, weights) for start, weights in self._weights]
+        padded = [F.pad(one, (before, num_keys - before - one.shape[3])) for before, one in places]
+        product = torch.matmul(torch.cat(padded, dim=2).transpose(-1, -2), torch.cat(self._rows, dim=2))
+        self._sum.narrow(2, first, num_keys).add_(product)
         self._weights, self._rows, self._num_rows = [], [], 0
 
     def total(self) -> Tensor:

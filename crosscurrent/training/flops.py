@@ -216,7 +216,8 @@ def _t2mlr_flops(model: T2MLRForCausalLM, batch: _Batch, solver: Solver | None) 
 def _rlt_flops(model: RLTForCausalLM, batch: _Batch, solver: Solver | None) -> StepFlops:
     config, num_tokens = model.config, batch.num_tokens
     encoder = min(config.encoder_sliding_window or num_tokens, num_tokens) * config.hidden_size
-    decoder = (min(config.sliding_window, num_tokens) + num_tokens) * config.hidden_size
+    memory = min(config.memory_sliding_window or num_tokens, num_tokens)
+    decoder = (min(config.sliding_window, num_tokens) + memory) * config.hidden_size
     layers = model.model.decoder.layers
     range_ = batch.linear(layers) + batch.attention([decoder] * len(layers))
     parallel = [*model.model.encoder, *model.model.memory, model.lm_head]

@@ -21,6 +21,8 @@ class RLTConfig(PreTrainedConfig):
         num_decoder_layers: L_D, 0 or more. Without any the merged stream is the output, and there is no memory.
         encoder_sliding_window: how many tokens the encoder's self-attention sees, the current one included; None: all, as
             in the report. An extension of this project: with it nothing of the encoder depends on the length.
+        memory_sliding_window: how many tokens of the memory a decoder layer sees, the current one included; None: all, as in
+            the report. An extension of this project, as the encoder's: with both all but the state is bounded.
         sliding_window: W, how many tokens the decoder's self-attention sees, the current one included.
         num_memory_groups: G, key and value projections of the encoder's output; decoder layer l reads group
             floor(l G / L_D).
@@ -52,6 +54,7 @@ class RLTConfig(PreTrainedConfig):
     num_encoder_layers: int = 4
     num_decoder_layers: int = 4
     encoder_sliding_window: int | None = None
+    memory_sliding_window: int | None = None
     sliding_window: int = 8
     num_memory_groups: int = 1
     feedback_interval: int | None = 1
@@ -103,8 +106,9 @@ class RLTConfig(PreTrainedConfig):
             "sliding_window": 1,
             "num_memory_groups": 1,
         }
-        if self.encoder_sliding_window is not None:
-            smallest["encoder_sliding_window"] = 1
+        for name in ("encoder_sliding_window", "memory_sliding_window"):
+            if getattr(self, name) is not None:
+                smallest[name] = 1
         for name, least in smallest.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

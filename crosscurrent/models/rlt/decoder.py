@@ -160,10 +160,9 @@ class DecoderRun:
         rotation = _of_columns(self.rotation, columns)
         seen = slice(self._first_seen[start], self.window.labels.shape[1] + stop)
         in_window = self.window_mask(columns, seen)
-        num_keys = self.num_past + stop
-        in_memory = seen_causally(self.plan.labels[:, columns], self.memory_labels[:, :num_keys], self.is_plain)
+        in_memory, first, last = self.memory_mask(columns)
         growing = _Growing(self, past, seen)
-        memory = [(keys.part(0, num_keys), values.part(0, num_keys)) for keys, values in past.memory]
+        memory = [(keys.part(first, last), values.part(first, last)) for keys, values in past.memory]
         group = self.decoder.memory_group
         in_steps = self._in_steps(past, stop - start)
         if in_steps:
@@ -216,6 +215,16 @@ class DecoderRun:
         near = (distance >= 0) & (distance < self.decoder.config.sliding_window)
         same = (labels[:, :, None] == self.labels[:, None, seen]) & (labels[:, :, None] != PADDING)
         return ((near & same) | _itself(num_queries, num_keys, labels.device))[:, None]
+
+    def memory_mask(self, columns: slice) -> tuple[Tensor | None, int, int]:
+        """Which of the memory's entries the columns see, as `seen_causally`, and between which two all of them lie."""
+        start, stop, _ = columns.indices(self.plan.num_tokens)
+        labels, last, window = self.plan.labels[:, columns], self.num_past + stop, self.decoder.config.memory_sliding_window
+        if window is None:
+            return seen_causally(labels, self.memory_labels[:, :last], self.is_plain), 0, last
+        first = max(self.num_past + start - window + 1, 0) if self.is_plain else 0
+        is_lone = self.is_plain and stop - start == 1
+        return None if is_lone else seen_in_window(labels, self.memory_labels[:, first:last], window), first, last
 
     def window_after(self, past: Past) -> Window:
         """What later calls still see: the last W - 1 real tokens of each row."""
@@ -295,7 +304,9 @@ class DecoderColumns:
         self.rotation = _of_columns(run.rotation, slice(first, None))
         self.num_before, num_keys = window.labels.shape[1] + first, run.labels.shape[1]
         self.in_window = run.window_mask(slice(first, None), slice(0, num_keys))
-        self.in_memory = seen_causally(run.plan.labels[:, first:], run.memory_labels, is_plain=False)
+        self.in_memory = seen_in_window(
+            run.plan.labels[:, first:], run.memory_labels, run.decoder.config.memory_sliding_window
+        )
         self.memory = [tuple(entries.part(0, entries.length) for entries in group) for group in past.memory]
         self.keys = [keys.whole() for keys in past.keys] if past.keys else list(window.keys)
         self.values = [values.whole() for values in past.values] if past.values else list(window.values)
@@ -332,10 +343,12 @@ def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor 
     return ((before & same) | itself)[:, None]
 
 
-def seen_in_window(labels: Tensor, key_labels: Tensor, window: int) -> Tensor:
-    """[B, 1, S, K] as `seen_causally`, but of the row's real tokens only the last `window`, the query included."""
+def seen_in_window(labels: Tensor, key_labels: Tensor, window: int | None) -> Tensor:
+    """[B, 1, S, K] as `seen_causally`, but of the row's real tokens only the last `window`, the query included; None: all."""
     seen = seen_causally(labels, key_labels, is_plain=False)
     assert seen is not None
+    if window is None:
+        return seen
     place = (key_labels != PADDING).cumsum(dim=1)
     is_near = place[:, -labels.shape[1] :, None] - place[:, None, :] < window
     return seen & is_near[:, None]

@@ -144,7 +144,7 @@ class _Layer(torch.autograd.Function):
         )
         for part, factors in zip((place.memory.keys, place.memory.values), of_memory, strict=True):
             assert part.gradient is not None
-            part.gradient.keep(*factors)
+            part.gradient.keep(*factors, part.start)
         for weight, gradient, x in zip(layer.weights, of_products, _Saved(*saved).inputs, strict=True):
             weight.keep(gradient, x)
         return of_stream, *(None,) * 12, *of_norms
