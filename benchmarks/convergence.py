@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 import crosscurrent as cc
-from crosscurrent.data.generated import TrainingExamples, collate, held_out
+from crosscurrent.data.generated import TrainingExamples, held_out
 from crosscurrent.tasks import get_task
 
 THRESHOLDS = (1e-2, 1e-3)
@@ -242,7 +242,7 @@ def of_task(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     examples = TrainingExamples(get_task(name), tuple(lengths), 1, batch, batch, steps, prefixes)
     for step in range(steps):
-        made = collate([examples[step * batch + index] for index in range(batch)])
+        made = examples.batch(range(step * batch, (step + 1) * batch))
         yield made["input_ids"], made["labels"]
 
 

@@ -1,5 +1,6 @@
 """Scores against counting by hand, on models whose answers are known."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,12 +125,29 @@ def test_training_examples_follow_from_their_index() -> None:
     task = get_task("parity")
     data = TrainingExamples(task, (3, 4, 5, 20), seed=1, batch_size=8, group_size=4, num_steps=3)
     assert len(data) == 24
-    assert data[13] == task.example("train", data.length(13), 13, seed=1)
+    assert data.batch([12, 13])["input_ids"][1].tolist() == list(task.example("train", data.length(13), 13, 1).tokens)
     lengths = [data.length(index) for index in range(24)]
     assert all(len(set(lengths[start : start + 4])) == 1 for start in range(0, 24, 4)) and len(set(lengths)) > 1
-    short = TrainingExamples(task, (3, 4, 20), 1, 8, 4, 3, longest=lambda step: (2, 4, 20)[step])
-    limits = [max(short.length(index) for index in range(8 * step, 8 * step + 8)) for step in range(3)]
-    assert limits[0] == 3 and limits[1] <= 4  # below the shortest length the shortest is drawn
+    assert {data.length(index, longest=4) for index in range(24)} == {3, 4}
+    assert {data.length(index, longest=2) for index in range(24)} == {3}  # below the shortest the shortest is drawn
+
+
+def test_a_share_of_training_examples_has_the_greatest_length() -> None:
+    data = TrainingExamples(get_task("parity"), (3, 4, 5, 20), 1, 10, 10, 100, longest_share=0.5)
+    lengths = [data.length(10 * step, longest=5) for step in range(100)]
+    assert 55 <= lengths.count(5) <= 80 and set(lengths) == {3, 4, 5}
+    always = replace(data, longest_share=1.0)
+    assert {always.length(index, longest=5) for index in range(1000)} == {5}
+
+
+def test_batches_are_cut_to_a_number_of_tokens() -> None:
+    data = TrainingExamples(get_task("parity"), (7,), 1, 12, 12, 1, max_tokens=24)
+    whole, cut = replace(data, max_tokens=None).batch(range(12)), data.batch(range(12))
+    assert whole["input_ids"].shape == (12, 8)
+    assert torch.equal(cut["input_ids"], whole["input_ids"][:3])
+    assert replace(data, max_tokens=1).batch(range(12))["input_ids"].shape == (1, 8)
+    sums = TrainingExamples(get_task("addition"), (8,), 1, 12, 12, 1, max_tokens=60)  # of different widths
+    assert 1 < sums.batch(range(12))["input_ids"].numel() <= 60
 
 
 def test_collate_pads_only_where_lengths_differ() -> None:

@@ -1,9 +1,9 @@
-"""Examples of a generated task as a dataset: made when asked for, by index, and never stored.
+"""Examples of a generated task: made when asked for, by index, and never stored.
 
 Shapes: B examples, T positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,13 @@ from crosscurrent.tasks.splits import Split, random_numbers
 
 
 @dataclass(frozen=True)
-class TrainingExamples(Dataset[Example]):
+class TrainingExamples(Dataset[int]):
     """The training examples of a run, in their order: number i belongs to step i // batch_size.
 
     Each group of examples has one length, drawn anew, so that nothing is padded (but sums of numbers of different
-    lengths). Everything follows from the index, so a run that goes on needs no state of its data, and any
-    number of processes sees the same batches.
+    lengths). Everything follows from the index and the greatest length there is at its step, so a run that goes on
+    needs no state of its data, and any number of processes sees the same batches. As a dataset it holds the
+    numbers: loaders fetch ahead, when it is not yet known how long the examples will be.
 
     Args:
         task: the task.
@@ -31,7 +32,8 @@ class TrainingExamples(Dataset[Example]):
         group_size: examples of one length; it divides batch_size.
         num_steps: of the run.
         prefix_supervision: None: as the task does.
-        longest: for each step the greatest length to draw; None: no limit.
+        longest_share: of the groups so large a share has the greatest length, the others any.
+        max_tokens: a batch has no more tokens: of longer examples it holds fewer. None: no limit.
     """
 
     task: Task
@@ -41,21 +43,41 @@ class TrainingExamples(Dataset[Example]):
     group_size: int
     num_steps: int
     prefix_supervision: bool | None = None
-    longest: Callable[[int], int] | None = None
+    longest_share: float = 0.0
+    max_tokens: int | None = None
 
     def __len__(self) -> int:
         return self.batch_size * self.num_steps
 
-    def __getitem__(self, index: int) -> Example:
-        return self.task.example("train", self.length(index), index, self.seed, self.prefix_supervision)
+    def __getitem__(self, index: int) -> int:
+        return index
 
-    def length(self, index: int) -> int:
-        """The payload length of example number `index`."""
+    def length(self, index: int, longest: int | None = None) -> int:
+        """The payload length of example number `index`, at most `longest` if there is any so short."""
         allowed = self.lengths
-        if self.longest is not None:
-            limit = self.longest(index // self.batch_size)
-            allowed = tuple(length for length in allowed if length <= limit) or (min(allowed),)
-        return random_numbers("lengths", self.seed, index // self.group_size).choice(allowed)
+        if longest is not None:
+            allowed = tuple(length for length in allowed if length <= longest) or (min(allowed),)
+        numbers = random_numbers("lengths", self.seed, index // self.group_size)
+        if self.longest_share and numbers.random() < self.longest_share:
+            return max(allowed)
+        return numbers.choice(allowed)
+
+    def batch(self, indices: Sequence[int], longest: int | None = None) -> dict[str, Tensor]:
+        """The examples of these numbers, or the first of them that make no more than `max_tokens`; at least one.
+
+        Args:
+            indices: of one group.
+            longest: the greatest length to draw; None: no limit.
+        """
+        length, width = self.length(indices[0], longest), 0
+        examples: list[Example] = []
+        for index in indices:
+            example = self.task.example("train", length, index, self.seed, self.prefix_supervision)
+            width = max(width, len(example.tokens))
+            if examples and self.max_tokens is not None and (len(examples) + 1) * width > self.max_tokens:
+                break
+            examples.append(example)
+        return collate(examples)
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:

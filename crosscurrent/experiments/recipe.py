@@ -32,7 +32,7 @@ from crosscurrent.experiments.settings import Settings
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks import Task, get_task
 from crosscurrent.tasks.splits import Split
-from crosscurrent.training.schedules import Ramp, Steps
+from crosscurrent.training.schedules import Growth, Ramp, Steps
 
 Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # what numpy takes
 Positive = Annotated[float, Field(gt=0)]
@@ -139,9 +139,25 @@ class TrainingRecipe(OptimizationRecipe):
 
     Attributes:
         mup_base_width: learning rates and starting weights as for this width (width-muP); null: no scaling.
+        decay_steps: in place of the cosine the learning rate is constant, and falls in a straight line to its minimum over
+            so many steps at the end: once `curriculum.max_length` has grown to its last value and that is learned, or at
+            `max_steps - decay_steps`. The run is over then. null: the cosine.
+        max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size. null: no
+            limit.
+        solved_at: the run is over once the task's first metric comes to this share at every validation length. null: it is
+            not looked at.
     """
 
     mup_base_width: Count | None = None
+    decay_steps: Count | None = None
+    max_tokens: Count | None = None
+    solved_at: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def _decays_in_time(self) -> "TrainingRecipe":
+        if self.decay_steps is not None and self.decay_steps > self.max_steps:
+            raise ValueError(f"decay_steps={self.decay_steps} is above max_steps={self.max_steps}.")
+        return self
 
 
 class Curve(Settings):
@@ -158,11 +174,14 @@ class Curve(Settings):
     num_steps: Count | None = None
 
     @model_validator(mode="after")
-    def _is_one_of_two(self) -> "Curve":
+    def _is_one_form(self) -> "Curve":
+        self._check_form()
+        return self
+
+    def _check_form(self) -> None:
         if (self.steps is None) == (self.ramp is None) or (self.ramp is None) != (self.num_steps is None):
             raise ValueError("give either steps, or ramp and num_steps.")
         self.of_step()
-        return self
 
     @property
     def ends(self) -> tuple[float, ...]:
@@ -208,14 +227,59 @@ class FeedbackCurriculum(Settings):
             raise ValueError("curriculum.feedback_scale needs an rlt with feedback.")
 
 
+class GrowthSettings(Settings):
+    """When a length grows: see `crosscurrent.training.schedules.Growth`.
+
+    Attributes:
+        first, last: lengths.
+        factor: from one to the next.
+        loss_below: it grows when the smoothed training loss falls below this.
+        smoothing: of the loss.
+        min_steps: at each length.
+    """
+
+    first: Count
+    last: Count
+    factor: float
+    loss_below: float
+    smoothing: float = 0.9
+    min_steps: Count = 5
+
+    @model_validator(mode="after")
+    def _is_allowed(self) -> "GrowthSettings":
+        self.build()
+        return self
+
+    def build(self) -> Growth:
+        return Growth(**self.model_dump())
+
+
+class LengthCurve(Curve):
+    """As a Curve, or `{growth: {first: 2, last: 32, factor: 1.25, loss_below: 0.06}}`: as the loss allows.
+
+    Attributes:
+        growth: in place of steps or a ramp.
+    """
+
+    growth: GrowthSettings | None = None
+
+    def _check_form(self) -> None:
+        if self.growth is None:
+            super()._check_form()
+        elif (self.steps, self.ramp, self.num_steps) != (None, None, None):
+            raise ValueError("give either growth, or steps, or ramp and num_steps.")
+
+
 class CurriculumRecipe(FeedbackCurriculum):
     """What changes in the course of training on a task.
 
     Attributes:
         max_length: longer training lengths are not drawn yet.
+        longest_share: so large a share of the batches has the greatest length there is at the time, the others any.
     """
 
-    max_length: Curve | None = None
+    max_length: LengthCurve | None = None
+    longest_share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class EvaluationRecipe(Settings):
@@ -255,6 +319,7 @@ class Recipe(Settings):
         if self.model.vocab_size is not None and self.model.vocab_size < smallest:
             raise ValueError(f"model.vocab_size={self.model.vocab_size}: {self.task.name} needs at least {smallest}.")
         self.curriculum.check_model(self.model)
+        self._check_growth()
         check_model(self.model, self.evaluation.solver)
         if self.training.mup_base_width is not None and self.model.architecture in ("lstm", "transformers"):
             raise ValueError(
@@ -265,6 +330,16 @@ class Recipe(Settings):
                 self.model.check_length(max(self._num_tokens()))
         refuse_impossible_sizes(type(self.model), self.model.model_dump_json(), self.vocab_size)
         return self
+
+    def _check_growth(self) -> None:
+        """Raise ValueError if the greatest length is to grow beyond, or below, those that there are."""
+        growth = self.curriculum.max_length.growth if self.curriculum.max_length is not None else None
+        shortest, longest = min(self.task.train_lengths), max(self.task.train_lengths)
+        if growth is not None and not (shortest <= growth.first and growth.last <= longest):
+            raise ValueError(
+                f"curriculum.max_length grows from {growth.first} to {growth.last}: allowed is from {shortest} to "
+                f"{longest}, between which task.train_lengths lie."
+            )
 
     def _num_tokens(self) -> list[int]:
         """Of the longest examples of each split."""

@@ -4,16 +4,18 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
 from transformers.integrations import TensorBoardCallback
 
-from crosscurrent.data.generated import TrainingExamples, collate
+from crosscurrent.data.generated import TrainingExamples
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
 from crosscurrent.experiments.architectures import AnyRecipe
 from crosscurrent.experiments.processes import rank
@@ -24,6 +26,7 @@ from crosscurrent.experiments.saving import save_model
 from crosscurrent.files import partial_name, write_whole
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
+from crosscurrent.training.course import Course, FollowsCourse
 from crosscurrent.training.telemetry import best_step
 from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTrainer
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
@@ -86,12 +89,16 @@ def _train(recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, name
     if rank() == 0:
         folder.metrics.cut_after(done)
         keep_only(folder.checkpoints, {step for step in usable if step <= done})
-    if done >= recipe.training.max_steps:
+    course = _course(recipe)
+    for row in folder.metrics.rows():
+        if row["step"] <= done:
+            course.see(row)
+    if course.is_over(done):
         return
     if done and rank() == 0:
         tqdm.write(f"{name or folder.path.name} goes on from step {done}", file=sys.stderr)
     with Progress(name or folder.path.name) as progress:
-        trainer = _trainer(recipe, folder, arguments, done, progress)
+        trainer = _trainer(recipe, folder, arguments, done, course, progress)
         trainer.train(resume_from_checkpoint=str(checkpoint_folder(folder.checkpoints, done)) if done else None)
 
 
@@ -99,12 +106,32 @@ def _best_until(folder: RunFolder, step: int) -> int:
     return best_step([row for row in folder.metrics.validations() if row["step"] <= step])
 
 
+def _course(recipe: Recipe) -> Course:
+    training, curve, task = recipe.training, recipe.curriculum.max_length, recipe.task
+    judged = [f"validation_{task.task.metrics[0]}_{length}" for length in task.validation_lengths]
+    return Course(
+        max_steps=training.max_steps,
+        decay_steps=training.decay_steps,
+        warmup_steps=training.warmup_steps,
+        final_share=training.min_learning_rate / training.learning_rate,
+        growth=curve.growth.build() if curve is not None and curve.growth is not None else None,
+        solved=None if training.solved_at is None else dict.fromkeys(judged, training.solved_at),
+    )
+
+
+def _longest(recipe: Recipe, course: Course) -> Callable[[int], int | None]:
+    """For the step after so many the greatest length of the examples."""
+    curve = recipe.curriculum.max_length
+    if curve is None or curve.growth is not None:
+        return lambda step: course.max_length
+    of_step = curve.of_step()
+    return lambda step: math.floor(of_step(step))
+
+
 def _trainer(
-    recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, done: int, progress: Progress
+    recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, done: int, course: Course, progress: Progress
 ) -> TaskTrainer:
     training, model = recipe.training, build_model(recipe)
-    curriculum = recipe.curriculum
-    longest = curriculum.max_length.of_step() if curriculum.max_length is not None else None
     examples = TrainingExamples(
         task=recipe.task.task,
         lengths=recipe.task.train_lengths,
@@ -113,24 +140,34 @@ def _trainer(
         group_size=training.microbatch_size or training.batch_size,
         num_steps=training.max_steps,
         prefix_supervision=recipe.task.prefix_supervision,
-        longest=None if longest is None else lambda step: math.floor(longest(step)),
+        longest_share=recipe.curriculum.longest_share,
+        max_tokens=training.max_tokens,
     )
     share = _width_share(recipe)
     groups = parameter_groups(model, training.learning_rate, training.weight_decay, share)
     betas = (training.adam_beta1, training.adam_beta2)
     feedback = Feedback(recipe.curriculum, recipe.model, model)
+    longest = _longest(recipe, course)
+
+    def lengths(step: int) -> dict[str, float]:
+        greatest = longest(step)
+        return {} if greatest is None else {"max_length": greatest}
+
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas)
+    has_decay = training.decay_steps is not None
     trainer = TaskTrainer(
         model=model,
+        examples=examples,
+        longest=longest,
         validation=examples_of(recipe, "validation"),
         logit_scale=share,
         restore=feedback.restore,
         args=arguments,
-        train_dataset=examples,
-        data_collator=collate,
-        optimizers=(torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas), None),
+        optimizers=(optimizer, LambdaLR(optimizer, course.learning_rate_share) if has_decay else None),
         callbacks=[
             Curricula(feedback.apply),
-            Recorder(folder.metrics, folder.checkpoints, feedback.values),
+            Recorder(folder.metrics, folder.checkpoints, lambda step: feedback.values(step) | lengths(step)),
+            FollowsCourse(course),
             progress,
         ],
     )

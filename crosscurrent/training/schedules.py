@@ -1,9 +1,9 @@
-"""Curricula: settings that change in the course of training, as pure functions of the step."""
+"""Curricula: settings that change in the course of training, as pure functions of the step or of the losses so far."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -73,6 +73,86 @@ class Ramp:
     def __call__(self, step: int) -> float:
         share = min(step / self.num_steps, 1.0)
         return self.first + share * (self.last - self.first)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """How far a `Growth` has come.
+
+    Attributes:
+        value: that holds now.
+        num_steps: that it has held.
+        smoothed: the smoothed loss of these steps; None before the first.
+        is_complete: whether the loss has fallen below the threshold at the last value as well.
+    """
+
+    value: int
+    num_steps: int = 0
+    smoothed: float | None = None
+    is_complete: bool = False
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A whole number that grows each time the smoothed loss falls below a threshold: what is learned decides, not the step.
+
+    The smoothed loss begins anew with each value. It is an exponential moving average, whose first value is the first loss.
+
+    Args:
+        first, last: the values at the start and at the end.
+        factor: each value is so many times the one before, and at least one more.
+        loss_below: the threshold.
+        smoothing: weight of the average so far when a loss is added.
+        min_steps: a value holds for at least so many.
+
+    Raises:
+        ValueError: last is below first, the factor is not above 1, the threshold is not positive, the smoothing is not in
+            [0, 1), or min_steps is below 1.
+
+    Example:
+        >>> growth = Growth(2, 8, factor=1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
+        >>> grown = growth.start()
+        >>> for loss in (0.5, 0.09, 0.2, 0.05, 0.05):
+        ...     grown = growth.after(grown, loss)
+        >>> grown.value, grown.is_complete
+        (6, False)
+    """
+
+    first: int
+    last: int
+    factor: float
+    loss_below: float
+    smoothing: float = 0.9
+    min_steps: int = 5
+
+    def __post_init__(self) -> None:
+        if any(type(value) is not int or value < 1 for value in (self.first, self.last, self.min_steps)):
+            raise ValueError(
+                f"first={self.first!r}, last={self.last!r}, min_steps={self.min_steps!r}: give integers of at least 1."
+            )
+        if self.last < self.first:
+            raise ValueError(f"last={self.last} is below first={self.first}: a growth does not shrink.")
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"factor={self.factor} is not allowed: give a finite number above 1.")
+        if not 0 < self.loss_below < math.inf:
+            raise ValueError(f"loss_below={self.loss_below} is not allowed: give a finite number above 0.")
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing={self.smoothing} is not allowed: give a number from 0 to below 1.")
+
+    def start(self) -> Grown:
+        """Before any loss."""
+        return Grown(self.first)
+
+    def after(self, grown: Grown, loss: float) -> Grown:
+        """How far it has come with one more loss."""
+        before = loss if grown.smoothed is None else grown.smoothed
+        smoothed = self.smoothing * before + (1 - self.smoothing) * loss
+        grown = replace(grown, num_steps=grown.num_steps + 1, smoothed=smoothed)
+        if smoothed >= self.loss_below or grown.num_steps < self.min_steps:
+            return grown
+        if grown.value == self.last:
+            return replace(grown, is_complete=True)
+        return Grown(min(max(math.floor(grown.value * self.factor), grown.value + 1), self.last))
 
 
 def set_feedback(model: PreTrainedModel, feedback_interval: int | None, feedback_scale: float | None) -> None:

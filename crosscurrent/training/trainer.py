@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from crosscurrent.data.generated import inputs_for
+from crosscurrent.data.generated import TrainingExamples, inputs_for
 from crosscurrent.evaluation.scoring import Examples, metrics_of, predict
 from crosscurrent.tasks import IGNORED
 from crosscurrent.training.checkpoints import keep_only, mark_complete, one_kind_of_write_error
@@ -68,18 +68,33 @@ class TaskTrainer(RunTrainer):
 
     Args:
         model: to train.
+        examples: to train on.
+        longest: how long examples may be in the step after so many; None: as long as there are.
         validation: the examples to validate on.
         logit_scale: a factor of the logits in the loss (see `crosscurrent.training.width`).
         kwargs: as RunTrainer.
     """
 
-    def __init__(self, model: PreTrainedModel, validation: Examples, logit_scale: float = 1.0, **kwargs: Any):
-        super().__init__(model=model, compute_loss_func=self._loss, **kwargs)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        examples: TrainingExamples,
+        longest: Callable[[int], int | None],
+        validation: Examples,
+        logit_scale: float = 1.0,
+        **kwargs: Any,
+    ):
+        super().__init__(
+            model=model, compute_loss_func=self._loss, train_dataset=examples, data_collator=_numbers, **kwargs
+        )
+        self.examples, self.longest = examples, longest
         self.validation, self.logit_scale = validation, logit_scale
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """The microbatches of a step, and how many targets they have together, over all processes."""
-        batches, _ = super().get_batch_samples(*args, **kwargs)
+        groups, _ = super().get_batch_samples(*args, **kwargs)
+        longest = self.longest(self.state.global_step)
+        batches = [self.examples.batch(group["indices"].tolist(), longest) for group in groups]
         count = sum((batch["labels"] != IGNORED).sum() for batch in batches)
         assert isinstance(count, Tensor)
         return batches, self.accelerator.gather(count.to(self.args.device)).sum()
@@ -109,6 +124,11 @@ class TaskTrainer(RunTrainer):
             found = metrics_of(self.validation.task, answers)
             metrics |= {f"{PREFIX}{name}_{length}": value for name, value in found.items()}
         return {f"{PREFIX}loss": math.fsum(losses) / len(losses), **metrics}
+
+
+def _numbers(indices: list[int]) -> dict[str, Tensor]:
+    """A group of examples by their numbers, in the form in which loaders hand batches on."""
+    return {"indices": torch.tensor(indices)}
 
 
 def refuse_nonfinite(loss: float, what: str, step: int) -> None:

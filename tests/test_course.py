@@ -1,0 +1,148 @@
+"""Training that goes by what is learned: lengths that grow with the loss, the final decay, the end when a task is solved."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import crosscurrent.training.trainer as trainer_module
+from crosscurrent.experiments.recipe import Recipe
+from crosscurrent.experiments.run import run
+from crosscurrent.experiments.run_folder import RunFolder
+from crosscurrent.training.course import Course
+from crosscurrent.training.schedules import Growth
+from tests.recipes import tiny_recipe
+
+GROWTH = {"first": 3, "last": 6, "factor": 1.5, "loss_below": 100.0, "min_steps": 2}  # each length for two steps
+
+
+def growing(growth: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    changes["training"] = {"max_steps": 20, "decay_steps": 4, "eval_steps": 3} | changes.get("training", {})
+    curriculum = {"max_length": {"growth": GROWTH | (growth or {})}, "longest_share": 1.0}
+    return tiny_recipe(curriculum=curriculum | changes.pop("curriculum", {}), **changes)
+
+
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    return [row for row in RunFolder(path).metrics.rows() if "loss" in row]
+
+
+def test_growth_follows_the_smoothed_loss() -> None:
+    growth = Growth(2, 5, 1.25, loss_below=0.5, smoothing=0.5, min_steps=3)
+    grown = growth.start()
+    seen = []
+    for loss in (0.1, 0.1, 0.1, 0.9, 0.1, 0.1, 0.9, 0.3, 0.3, 0.2, 0.2, 0.2, 0.2):
+        grown = growth.after(grown, loss)
+        seen.append((grown.value, grown.smoothed))
+    #                  held for 3 steps    0.9   0.5  0.3 -> 4   0.9   0.6   0.45 -> 5
+    assert [value for value, _ in seen] == [2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 5, 5]
+    assert seen[3][1] == pytest.approx(0.9) and seen[7][1] == pytest.approx(0.6)
+    assert seen[2][1] is None  # begins anew with each value
+    assert grown.is_complete
+    assert growth.after(grown, 9.0).is_complete  # what has been learned stays so
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"first": 0}, "at least 1"),
+        ({"last": 1}, "below first"),
+        ({"factor": 1.0}, "factor=1.0"),
+        ({"loss_below": 0.0}, "loss_below=0.0"),
+        ({"smoothing": 1.0}, "smoothing=1.0"),
+        ({"min_steps": 0}, "min_steps=0"),
+    ],
+)
+def test_growths_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Growth(**({"first": 2, "last": 5, "factor": 1.5, "loss_below": 0.1, "min_steps": 1} | changes))
+
+
+def test_the_final_decay_begins_when_the_last_length_is_learned_or_at_the_latest_in_time() -> None:
+    growth = Growth(2, 3, 1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
+    course = Course(50, decay_steps=10, warmup_steps=4, final_share=0.2, growth=growth)
+    for step, loss in enumerate((0.5, 0.05, 0.5, 0.05), start=1):
+        course.see({"step": step, "loss": loss})
+    shares = [course.learning_rate_share(step) for step in (0, 1, 3, 4, 5, 9, 14, 20)]
+    assert shares == pytest.approx([0.0, 0.25, 0.75, 1.0, 0.92, 0.6, 0.2, 0.2])
+    assert [course.is_over(step) for step in (4, 13, 14)] == [False, False, True]
+    never = Course(50, decay_steps=10, growth=growth)
+    for step in range(1, 50):
+        never.see({"step": step, "loss": 1.0})
+    assert [never.learning_rate_share(step) for step in (40, 45, 50)] == pytest.approx([1.0, 0.5, 0.0])
+    assert not never.is_over(49) and never.is_over(50)
+
+
+def test_a_run_grows_decays_and_ends(tmp_path: Path) -> None:
+    run(growing(), tmp_path)
+    steps = steps_of(tmp_path)
+    assert [row["max_length"] for row in steps] == [
+        3,
+        3,
+        4,
+        4,
+        6,
+        6,
+        6,
+        6,
+        6,
+        6,
+    ]  # learned after 6 steps, then 4 of decay
+    rates = [row["learning_rate"] for row in steps]
+    assert rates[2:6] == [0.01] * 4 and rates[9] < rates[8] < rates[7] < rates[6]
+    validations = RunFolder(tmp_path).metrics.validations()
+    assert [row["step"] for row in validations] == [3, 6, 9, 10]  # the last step is validated, whatever its number
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7, 10])
+def test_a_run_that_was_stopped_grows_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
+    recipe = growing({"loss_below": 0.75, "smoothing": 0.6})  # the losses decide, not min_steps
+    run(recipe, tmp_path / "whole")
+
+    class Stopped(BaseException):
+        pass
+
+    original = trainer_module.mark_complete
+
+    def stopping(folder: Path, step: int) -> None:
+        original(folder, step)
+        if step >= stop:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "mark_complete", stopping)
+        with pytest.raises(Stopped):
+            run(recipe, tmp_path / "parts")
+    run(recipe, tmp_path / "parts")
+    whole, parts = ([{**row, "seconds": 0} for row in steps_of(tmp_path / name)] for name in ("whole", "parts"))
+    assert whole == parts and len({row["max_length"] for row in whole}) > 1
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
+    easy = growing({"last": 40}, training={"solved_at": 0.1, "max_steps": 20})
+    run(easy, tmp_path)
+    assert len(steps_of(tmp_path)) == 3  # the first validation is enough
+    assert not RunFolder(tmp_path).checkpoints.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"growth": {"last": 41}}, "curriculum.max_length grows from 3 to 41: allowed is from 3 to 40"),
+        ({"growth": {"first": 2}}, "grows from 2 to 6"),
+        ({"growth": {"factor": 0.5}}, "curriculum.max_length.growth.*factor=0.5"),
+        ({"growth": {"loss_bellow": 0.5}}, "'loss_bellow'.*'loss_below'"),
+        ({"curriculum": {"max_length": {"growth": GROWTH, "ramp": [1, 2]}}}, "either growth, or steps"),
+        ({"curriculum": {"longest_share": 1.5}}, "longest_share"),
+        ({"training": {"decay_steps": 21}}, "decay_steps=21 is above max_steps=20"),
+        ({"training": {"solved_at": 0}}, "solved_at"),
+        ({"training": {"max_tokens": 0}}, "max_tokens"),
+    ],
+)
+def test_recipes_that_cannot_be_followed_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(words, re.DOTALL)):
+        growing(**changes)
