@@ -121,3 +121,52 @@ def test_truncation_cuts_exactly_where_it_says() -> None:
         cache = cache_of(model(ids[:, :4], use_cache=True))
     expected = torch.autograd.grad(model(ids[:, 4:], labels=ids[:, 4:], cache=cache).loss, weight)[0]
     assert largest_difference(cut, expected) < 1e-12
+
+
+def test_noise_on_the_state_is_for_training_alone() -> None:
+    plain, noisy = make_rlt(), make_rlt(state_noise=0.5)
+    ids = token_ids(2, 7)
+    assert torch.equal(plain.eval()(ids).logits, noisy.eval()(ids).logits)
+    noisy.train()
+    torch.manual_seed(3)
+    first, second = noisy(ids).logits, noisy(ids).logits
+    torch.manual_seed(3)
+    assert torch.equal(noisy(ids).logits, first) and not torch.equal(first, second)
+    exact = plain(ids).logits
+    assert torch.allclose(first[:, 0], exact[:, 0], atol=1e-12)  # nothing carried is read there
+    assert (first[:, 1:] - exact[:, 1:]).abs().amin(dim=-1).min() > 0
+
+
+def test_noise_is_a_share_of_the_states_size() -> None:
+    """The first token's state, as the second reads it, differs by a noise of the given size."""
+    model = make_rlt(state_noise=0.25).train()
+    read: list[torch.Tensor] = []
+    assert model.model.merge is not None
+    model.model.merge.norm.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    model(token_ids(1, 2).expand(4000, 2))
+    noise = read[1][:, 0] - read[1][:, 0].mean(dim=0)
+    size = read[1][:, 0].mean(dim=0).square().mean().sqrt()
+    assert noise.std().item() == pytest.approx(0.25 * size.item(), rel=0.02)
+
+
+def test_noise_is_the_same_where_activations_are_computed_again() -> None:
+    gradients = []
+    for solver in (cc.Sequential(), cc.Sequential(recompute_every=3)):
+        model = make_rlt(state_noise=0.5).train()
+        torch.manual_seed(4)
+        ids = token_ids(2, 8)
+        model(ids, labels=ids, solver=solver).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_noise_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"state_noise=-0\.1"):
+        cc.RLTConfig(state_noise=-0.1)
+    with pytest.raises(ValueError, match=r"state_noise=0\.1 has no effect without feedback"):
+        cc.RLTConfig(state_noise=0.1, feedback_interval=None)
+    model = make_rlt(state_noise=0.1)
+    ids = token_ids(1, 5)
+    model.eval()(ids, solver=cc.Jacobi(5))
+    with pytest.raises(ValueError, match=r"state_noise=0\.1 needs the solver Sequential"):
+        model.train()(ids, solver=cc.Jacobi(5))

@@ -136,6 +136,7 @@ class RLTRecipe(Size):
     num_decoder_layers: Annotated[int, Field(ge=0, strict=True)]
     feedback_interval: Count | None = 1
     feedback_scale: float = 0.1
+    state_noise: float = 0.0
     encoder_sliding_window: Count | None = None
     memory_sliding_window: Count | None = None
     sliding_window: Count = 8
@@ -157,6 +158,7 @@ class RLTRecipe(Size):
             num_memory_groups=self.num_memory_groups,
             feedback_interval=self.feedback_interval,
             feedback_scale=self.feedback_scale,
+            state_noise=self.state_noise,
             tie_encoder_decoder=self.tie_encoder_decoder,
             rope_theta=self.rope_theta,
             solver=solver_from_dict(self.solver),

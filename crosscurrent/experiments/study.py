@@ -196,6 +196,8 @@ def load_study(path: Path) -> Study:
 def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
     """A study that comes with the package, by name and scale, or one in a file.
 
+    A hyphen may stand for the slash of a name, and a scale is left out where there is one alone: "rlt-beyond".
+
     Returns:
         Its name and the study.
 
@@ -210,11 +212,14 @@ def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
         if scale is not None:
             raise ValueError(f"--scale {scale} has no effect on a file: leave it out.")
         return Path(name).stem, load_study(Path(name))
-    wanted = name if scale is None else f"{name}/{scale}"
     studies = shipped_studies()
-    scales = [study.removeprefix(f"{name}/") for study in studies if study.startswith(f"{name}/")]
-    if scale is None and scales:
+    families = {study.rpartition("/")[0] for study in studies}
+    name = next((family for family in families if family.replace("/", "-") == name), name)
+    scales = [study.rpartition("/")[2] for study in studies if study.rpartition("/")[0] == name]
+    if scale is None and len(scales) > 1:
         raise ValueError(f"{name} comes in several scales: give --scale {' or --scale '.join(scales)}.")
+    scale = scale if scale is not None else next(iter(scales), None)
+    wanted = name if scale is None else f"{name}/{scale}"
     if wanted not in studies:
         hint = did_you_mean(wanted, studies)
         raise ValueError(f"there is no study {wanted!r}.{hint} Give one of {', '.join(studies)}, or a .yaml file.")

@@ -118,6 +118,8 @@ class Problem:
         fuse, core, carry: the architecture. `fuse` is None only if the plan fuses no token.
         keeps_registers: whether the solution is to hold the register after every column, so that tokens can be taken back.
         known: states that are known beforehand.
+        state_noise: standard deviation of the noise on each carried state, as a share of the state's root mean square.
+            `Sequential` alone solves such a problem.
         shares_weights: whether steps and passes find the same weights, so that they can share what is made of them. Not if
             the weights are sharded or offloaded, and come and go with every call of their module.
         of_stream: [B, T, N] what the fusion makes of the inputs alone, for all steps and passes; N = 0 if it takes no part.
@@ -133,6 +135,7 @@ class Problem:
     keeps_registers: bool = False
     shares_weights: bool = True
     known: KnownStates | None = None
+    state_noise: float = 0.0
     of_stream: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -166,7 +169,11 @@ class Problem:
 
     def carried(self, y: Tensor, r: Tensor, columns: slice | Tensor) -> Tensor:
         """The states of the given columns."""
-        return self.carry(y, r, self.plan.fused[:, columns, None])
+        states = self.carry(y, r, self.plan.fused[:, columns, None])
+        if self.state_noise:
+            size = states.detach().square().mean(dim=-1, keepdim=True).sqrt()
+            states = states + self.state_noise * size * torch.randn_like(states)
+        return states
 
     @property
     def learns(self) -> bool:

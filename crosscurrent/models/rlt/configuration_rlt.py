@@ -28,6 +28,8 @@ class RLTConfig(PreTrainedConfig):
             floor(l G / L_D).
         feedback_interval: 1: RLT-1; B > 1: RLT-2; None: RLT-0, without feedback.
         feedback_scale: alpha of the merge.
+        state_noise: in training, standard deviation of the noise on the carried state, as a share of its root mean square:
+            so the model learns to correct errors of its state. An extension of this project; 0, as in the report: none.
         tie_word_embeddings: the output matrix is the embedding.
         tie_encoder_decoder: decoder layer i shares its self-attention and feed-forward matrices with encoder layer i;
             norms and memory attention stay its own. Needs num_encoder_layers == num_decoder_layers.
@@ -59,6 +61,7 @@ class RLTConfig(PreTrainedConfig):
     num_memory_groups: int = 1
     feedback_interval: int | None = 1
     feedback_scale: float = 0.1
+    state_noise: float = 0.0
     tie_word_embeddings: bool = True
     tie_encoder_decoder: bool = False
     rope_theta: float = 10000.0
@@ -115,6 +118,10 @@ class RLTConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least {least}.")
         if not math.isfinite(self.feedback_scale):
             raise ValueError(f"feedback_scale={self.feedback_scale} is not allowed: give a finite number.")
+        if not 0 <= self.state_noise < math.inf:
+            raise ValueError(f"state_noise={self.state_noise} is not allowed: give a finite number of at least 0.")
+        if self.state_noise and self.feedback_interval is None:
+            raise ValueError(f"state_noise={self.state_noise} has no effect without feedback: leave it at 0.")
         for name in ("rms_norm_eps", "rope_theta"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: give a positive number.")

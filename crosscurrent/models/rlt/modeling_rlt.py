@@ -28,6 +28,7 @@ from crosscurrent.recurrence import (
     Plan,
     Problem,
     RecurrentState,
+    Sequential,
     Solver,
 )
 from crosscurrent.recurrence.steps import apply_linear
@@ -120,8 +121,18 @@ class RLTModel(nn.Module):
             core=core,
             carry=self.carry,
             keeps_registers=call.keeps_registers,
+            state_noise=self._state_noise(call),
             shares_weights=call.plan.num_tokens > 1 and not weights_come_and_go(self),
         )
+
+    def _state_noise(self, call: Call) -> float:
+        noise = self.config.state_noise if self.training else 0.0
+        if noise and not isinstance(call.solver, Sequential):
+            raise ValueError(
+                f"state_noise={noise} needs the solver Sequential in training, not {type(call.solver).__name__}, whose "
+                "passes would each see other states."
+            )
+        return noise
 
     def _encode(self, stream: Tensor, rotation: Rotation, call: Call) -> Tensor:
         """e [B, T, D], and the encoder's keys and values into the cache."""
