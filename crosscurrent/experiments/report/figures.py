@@ -82,8 +82,12 @@ def _draw_model(axes: Axes, scores: Sequence[Score], place: int, models: Sequenc
 
 
 def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figure:
-    """Loss of every step and of every validation, unsmoothed, and the first metric in validation; a line per seed."""
-    figure, all_axes = plt.subplots(1, 3, figsize=(11.5, 3.8), layout="constrained")
+    """Loss of every step and of every validation, unsmoothed, and the first metric in validation; a line per seed.
+
+    If the lengths of some runs grow, the greatest length as well.
+    """
+    grows = any("max_length" in row for run in runs for row in run.rows)
+    figure, all_axes = plt.subplots(1, 3 + grows, figsize=(11.5 + 3.5 * grows, 3.8), layout="constrained")
     metric = task.metrics[0]
     seen: set[str] = set()
     for run in runs:
@@ -99,6 +103,9 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         all_axes[0].plot(*zip(*training, strict=True), linewidth=0.7, alpha=0.85, label=label, rasterized=True, **style)
         all_axes[1].plot(steps, [row["validation_loss"] for row in checks], linewidth=1, **style)
         all_axes[2].plot(steps, scores, linewidth=1, **style)
+        lengths_drawn = [(row["step"], row["max_length"]) for row in run.rows if "max_length" in row]
+        if lengths_drawn:
+            all_axes[3].plot(*zip(*lengths_drawn, strict=True), linewidth=1, **style)
         if run.result is not None:
             selected = steps.index(run.result["selected_step"])
             all_axes[1].plot(
@@ -108,8 +115,9 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         "training loss, every step",
         "validation loss (dot: selected)",
         f"validation, {metric.replace('_', ' ')} (%)",
+        "greatest training length",
     )
-    for axes, title in zip(all_axes, titles, strict=True):
+    for axes, title in zip(all_axes, titles, strict=False):
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("step")
         axes.grid(color="0.92")

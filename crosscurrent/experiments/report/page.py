@@ -156,9 +156,10 @@ def _costs(collection: Collection) -> list[dict[str, Any]]:
             "task": task,
             "model": model,
             "num_parameters": f"{found[0]['num_parameters']:,}",
-            "max_steps": f"{found[0]['max_steps']:,}",
+            "num_steps": ", ".join(f"{row['num_steps']:,}" for row in found),
             "selected": ", ".join(f"{row['selected_step']:,}" for row in found),
             "seconds": _range([row["seconds_per_step"] for row in found]),
+            "minutes": _range([row["training_seconds"] / 60 for row in found]),
         }
         for (task, model), found in rows.items()
     ]

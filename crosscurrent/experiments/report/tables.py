@@ -57,7 +57,7 @@ def run_table(collection: Collection) -> Table:
             "model": run.model,
             "seed": run.seed,
             "num_parameters": run.result["num_parameters"],
-            "max_steps": run.recipe.training.max_steps,
+            "num_steps": sum("loss" in row for row in run.rows),
             "selected_step": run.result["selected_step"],
             "validation_loss": run.result["validation"]["validation_loss"],
             "seconds_per_step": run.result["seconds_per_step"],
