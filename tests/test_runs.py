@@ -358,7 +358,12 @@ def environment(**more: str) -> dict[str, str]:
 
 def test_two_processes_come_to_the_weights_of_one(tmp_path: Path) -> None:
     """Distributed data parallel, by torchrun, on CPUs: every microbatch is the same, only shared out."""
-    recipe = tiny_recipe("rlt-2", training={"microbatch_size": 4})
+    growth = {"first": 3, "last": 6, "factor": 1.5, "loss_below": 100.0, "min_steps": 2}  # the loss of both decides
+    recipe = tiny_recipe(
+        "rlt-2",
+        training={"microbatch_size": 4, "max_tokens": 18, "decay_steps": 2},
+        curriculum={"max_length": {"growth": growth}, "longest_share": 0.5},
+    )
     (tmp_path / "my.yaml").write_text(write_yaml(recipe))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "crosscurrent", "train", str(tmp_path / "my.yaml"), "--output", str(tmp_path / "two")]

@@ -264,10 +264,11 @@ class LengthCurve(Curve):
     growth: GrowthSettings | None = None
 
     def _check_form(self) -> None:
-        if self.growth is None:
-            super()._check_form()
-        elif (self.steps, self.ramp, self.num_steps) != (None, None, None):
+        has_curve = (self.steps, self.ramp, self.num_steps) != (None, None, None)
+        if has_curve == (self.growth is not None):
             raise ValueError("give either growth, or steps, or ramp and num_steps.")
+        if has_curve:
+            super()._check_form()
 
 
 class CurriculumRecipe(FeedbackCurriculum):
