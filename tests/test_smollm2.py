@@ -72,7 +72,7 @@ def test_ways_of_decoding_equal_their_uncached_results(
     text = "The cat sat on the mat. The dog sat on the rug. The cat sat on the"
     ids = tokenizer(text, return_tensors="pt").input_ids
     settings = {"do_sample": False, "solver": cc.Sequential(), "pad_token_id": tokenizer.pad_token_id}
-    settings |= {"max_new_tokens": 10, "min_new_tokens": 10}
+    settings |= {"max_new_tokens": 16, "min_new_tokens": 16}
     extra: dict[str, Any] = {
         "beam search": {"num_beams": 3, "num_return_sequences": 3},
         "assisted decoding": {"assistant_model": base},
@@ -84,7 +84,7 @@ def test_ways_of_decoding_equal_their_uncached_results(
     expected = model.generate(ids, **uncached)
     found = model.generate(ids, **settings, **extra)
     assert torch.equal(found[:, : expected.shape[1]], expected)
-    plain = base.generate(ids, do_sample=False, max_new_tokens=10, min_new_tokens=10)
+    plain = base.generate(ids, do_sample=False, max_new_tokens=16, min_new_tokens=16)
     assert not torch.equal(expected[:1], plain)  # the gates are open
 
 
