@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -9,7 +11,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import pytest
 import torch
 
+from crosscurrent.models.base import load_tokenizer
 from tests.float64 import KeepFloat64
+from tests.smollm2 import unpack
 
 torch.set_num_threads(1)  # tests run in parallel processes
 
@@ -37,6 +41,21 @@ def _seeded_and_poisoned() -> Iterator[None]:
 def exact_arithmetic() -> Iterator[None]:
     with KeepFloat64():
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct and its tokenizer, made once for all processes of a run. Not to be written into."""
+    temporary = tmp_path_factory.getbasetemp()
+    folder = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "smollm2"
+    unpack(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_folder: Path) -> Any:
+    """Not to be changed."""
+    return load_tokenizer(str(smollm2_folder))
 
 
 @pytest.fixture

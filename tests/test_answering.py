@@ -34,7 +34,7 @@ from crosscurrent.evaluation.answering import (
 )
 from crosscurrent.evaluation.answering.sampling import SeededSampling
 from crosscurrent.evaluation.answering.statistics import estimate
-from crosscurrent.models.base import load_base, load_tokenizer
+from crosscurrent.models.base import load_base
 from crosscurrent.tasks.reasoning import ReasoningTask, Verdict, get_reasoning_task
 from tests.subjects import make_rlt
 from tests.tiny_base import CHARACTERS, character_tokenizer, save_opened_retrofit, save_tiny_base
@@ -265,6 +265,7 @@ class Deadly(type(TASK)):  # type: ignore[misc]
         return super().judge(problem, output)
 
 
+@pytest.mark.once
 def test_records_of_a_killed_process_are_gone_on_with(folders: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "new" / "records.jsonl"
     code = (
@@ -508,9 +509,9 @@ def test_mistakes_on_the_command_line(arguments: list[str], code: int, words: st
 
 
 @pytest.fixture(scope="module")
-def released() -> tuple[Any, Any]:
+def released(smollm2_folder: Path, smollm2_tokenizer: Any) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer."""
-    return load_base("smollm2-135m"), load_tokenizer("smollm2-135m")
+    return load_base(str(smollm2_folder)), smollm2_tokenizer
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math500"])

@@ -259,6 +259,7 @@ def test_in_a_pipe(opened: Path) -> None:
     assert finished.stderr == ""
 
 
+@pytest.mark.once
 def test_smollm2_from_start_to_end(tmp_path: Path) -> None:
     """The packaged model is read from GGUF and saved as any other."""
     made = run("retrofit", "smollm2-135m", tmp_path / "model", "--layer-start", 12, "--layer-end", 18)

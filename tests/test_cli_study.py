@@ -36,6 +36,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not name.startswith(("text/", "reasoning/"))])
 def test_every_shipped_recipe_trains_two_steps(name: str, tmp_path: Path) -> None:
     """At another width and on short sequences; that its own sizes are the published ones is tested in test_recipes.py."""

@@ -470,6 +470,7 @@ def test_differences_are_over_common_seeds(base: Path) -> None:
         difference(ours, other)
 
 
+@pytest.mark.once
 def test_two_processes_come_to_what_one_comes_to(base: Path, compared: Path, tmp_path: Path) -> None:
     file = written(base, tmp_path, seed=1, training={"batch_size": 4})
     alone, shared = tmp_path / "alone", tmp_path / "shared"

@@ -37,24 +37,20 @@ def test_arrows_point_one_way(folder: str) -> None:
                 assert module.split(".")[0] not in ("transformers", "huggingface_hub"), (path, module)
 
 
-def modules_after(code: str) -> set[str]:
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"], check=True, capture_output=True, text=True
-    )
-    return {name.split(".")[0] for name in result.stdout.split()}
-
-
 def test_import_registers_the_models_and_loads_nothing_else() -> None:
     """Nothing beyond what transformers itself loads for a model class."""
     check = (
-        "import crosscurrent, transformers\n"
+        "import sys, transformers\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM\n"
+        "before = set(sys.modules)\n"
+        "import crosscurrent\n"
         "for name in ('crosscurrent_t2mlr', 'crosscurrent_rlt'):\n"
         "    config = transformers.AutoConfig.for_model(name)\n"
-        "    assert type(config) in transformers.AutoModelForCausalLM._model_mapping, name"
+        "    assert type(config) in AutoModelForCausalLM._model_mapping, name\n"
+        "print(*{name.split('.')[0] for name in sys.modules} - {name.split('.')[0] for name in before})"
     )
-    plain = "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM"
-    extra = modules_after(check) - modules_after(plain)
-    assert {name for name in extra if not name.startswith("_")} == {"crosscurrent"}
+    added = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout.split()
+    assert {name for name in added if not name.startswith("_")} == {"crosscurrent"}
 
 
 def test_public_names_are_documented() -> None:

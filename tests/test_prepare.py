@@ -20,7 +20,7 @@ from crosscurrent.data import sources
 from crosscurrent.data.prepare import prepare
 from crosscurrent.data.shards import PreparedText
 from crosscurrent.data.sources import LocalFiles
-from tests.tiny_texts import documents_in, ending_tokenizer, ids_of, random_texts, smollm2, write_jsonl
+from tests.tiny_texts import documents_in, ending_tokenizer, ids_of, random_texts, write_jsonl
 
 TOKENIZER = ending_tokenizer()
 
@@ -147,6 +147,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.once
 def test_killed_with_its_workers_at_work(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     """kill -9 of a real process: finished shards are those of one process, no worker stays, and work goes on."""
     script, output = tmp_path / "slow.py", tmp_path / "killed"
@@ -183,21 +184,22 @@ def _processes_of_group(group: int) -> list[str]:
     return [args for pgid, stat, args in found if pgid == str(group) and not stat.startswith("Z")]
 
 
+@pytest.mark.once
 def test_wikipedia_with_the_tokenizer_of_smollm2_and_two_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smollm2_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(os.environ["CROSSCURRENT_TEST_DATA"]) / "wikipedia_30.jsonl"
     arguments = ["prepare", path, "--tokenizer", "smollm2-135m", "--validation-share", "0.1", "--shard-tokens", "50000"]
-    monkeypatch.setattr("crosscurrent.models.base.load_tokenizer", {"smollm2-135m": smollm2()}.__getitem__)
+    monkeypatch.setattr("crosscurrent.models.base.load_tokenizer", {"smollm2-135m": smollm2_tokenizer}.__getitem__)
     result = run(*arguments, "--output", tmp_path / "two", "--num-workers", "2")
     assert result.exit_code == 0, result.output
     settings: dict[str, Any] = {"tokenizer_name": "smollm2-135m", "validation_share": 0.1, "shard_tokens": 50_000}
-    prepared = prepare(LocalFiles([path]), smollm2(), tmp_path / "one", **settings)
+    prepared = prepare(LocalFiles([path]), smollm2_tokenizer, tmp_path / "one", **settings)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    prepared.check_tokenizer(smollm2())
+    prepared.check_tokenizer(smollm2_tokenizer)
     found = documents_in(prepared, "train") + documents_in(prepared, "validation")
-    assert all(ids[-1] == smollm2().eos_token_id for ids in found)
-    assert sorted(smollm2().decode(ids[:-1]) for ids in found) == sorted(texts_of(path))
+    assert all(ids[-1] == smollm2_tokenizer.eos_token_id for ids in found)
+    assert sorted(smollm2_tokenizer.decode(ids[:-1]) for ids in found) == sorted(texts_of(path))
     assert f"{prepared.num_tokens('train'):,} tokens" in result.stdout and "left out: none" in result.stdout
 
 

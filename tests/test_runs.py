@@ -17,7 +17,9 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
+from typer.testing import CliRunner
 
+from crosscurrent.cli.main import app
 from crosscurrent.evaluation.scoring import Predictions, predict
 from crosscurrent.experiments.grid import open_grid, run_grid
 from crosscurrent.experiments.recipe import Recipe
@@ -356,6 +358,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
+@pytest.mark.once
 def test_two_processes_come_to_the_weights_of_one(tmp_path: Path) -> None:
     """Distributed data parallel, by torchrun, on CPUs: every microbatch is the same, only shared out."""
     growth = {"first": 3, "last": 6, "factor": 1.5, "loss_below": 100.0, "min_steps": 2}  # the loss of both decides
@@ -377,6 +380,7 @@ def test_two_processes_come_to_the_weights_of_one(tmp_path: Path) -> None:
     assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)
 
 
+@pytest.mark.once
 def test_two_processes_find_a_finished_run(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(write_yaml(tiny_recipe()))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -393,17 +397,20 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline and process.poll() is None, "the process ended too early, or hangs"
+        if time.monotonic() > deadline or process.poll() is not None:
+            process.kill()
+            pytest.fail("the process ended too early, or hangs")
         time.sleep(0.02)
 
 
+@pytest.mark.once
 def test_killed_in_the_middle_of_training(tmp_path: Path) -> None:
     """kill -9 at some step between two checkpoints: the same final weights, bit for bit."""
-    recipe = tiny_recipe(training={"max_steps": 300, "eval_steps": 50})
+    recipe = tiny_recipe(training={"max_steps": 100, "eval_steps": 20})
     (tmp_path / "my.yaml").write_text(write_yaml(recipe))
     process = start("train", tmp_path / "my.yaml", "--output", tmp_path / "killed")
     metrics = RunFolder(tmp_path / "killed").metrics
-    wait_until(lambda: any(row["step"] >= 70 for row in metrics.rows()), process)
+    wait_until(lambda: any(row["step"] >= 30 for row in metrics.rows()), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "result.json").exists()
@@ -421,6 +428,7 @@ STUDY = {
 }
 
 
+@pytest.mark.once
 def test_killed_in_the_middle_of_a_grid(tmp_path: Path) -> None:
     study = STUDY | {"defaults": study_defaults("transformer", training={"max_steps": 60, "eval_steps": 20})}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
@@ -429,13 +437,15 @@ def test_killed_in_the_middle_of_a_grid(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     for output in ("killed", "whole"):
-        assert start("reproduce", tmp_path / "study.yaml", "--output", tmp_path / output).wait(timeout=300) == 0
+        again = CliRunner().invoke(app, ["reproduce", str(tmp_path / "study.yaml"), "--output", str(tmp_path / output)])
+        assert again.exit_code == 0, again.output
     runs = sorted(path.parent.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("result.json"))
     assert len(runs) == 4
     for path in runs:
         assert_same_run(tmp_path / "whole" / path, tmp_path / "killed" / path)
 
 
+@pytest.mark.once
 def test_processes_share_a_grid_without_doing_a_run_twice(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY | {"seeds": [1, 2, 3, 4]}))
     processes = [start("reproduce", tmp_path / "study.yaml", "--output", tmp_path / "out") for _ in range(2)]

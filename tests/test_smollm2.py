@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 import crosscurrent as cc
 from crosscurrent.evaluation.harness import CrosscurrentLM
 from crosscurrent.evaluation.zero_shot import LOCAL_FILES, load_tasks, score_tasks
+from crosscurrent.experiments.checks import fingerprint
 from crosscurrent.models.base import load_tokenizer
 from crosscurrent.training.adapters import lora_config
+from tests.smollm2 import FINGERPRINT
 from tests.subjects import largest_difference
 
 PROMPTS = [
@@ -28,13 +30,13 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def base() -> Any:
-    return cc.load_base("smollm2-135m")
+def base(smollm2_folder: Path) -> Any:
+    return cc.load_base(str(smollm2_folder))
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer("smollm2-135m", padding_side="left")
+def tokenizer(smollm2_folder: Path) -> Any:
+    return load_tokenizer(str(smollm2_folder), padding_side="left")
 
 
 def test_fresh_retrofit_is_the_base_exactly(
@@ -91,20 +93,20 @@ def test_open_gates_cached_equals_recomputed_and_batched_equals_alone(
 ) -> None:
     model = with_open_gates
     settings = {"do_sample": False, "solver": cc.Sequential(), "pad_token_id": tokenizer.pad_token_id}
-    settings |= {"max_new_tokens": 64, "min_new_tokens": 64}
+    settings |= {"max_new_tokens": 24, "min_new_tokens": 24}
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     width = batch.input_ids.shape[1]
     together = model.generate(**batch, **settings)[:, width:]
-    assert together.shape == (5, 64)
+    assert together.shape == (5, 24)
     plain = base.generate(**batch, **{k: v for k, v in settings.items() if k != "solver"})[:, width:]
     assert not torch.equal(together, plain)  # the gates are open
     for index, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         alone = model.generate(ids, **settings)[0, ids.shape[1] :]
         assert torch.equal(together[index], alone), prompt
-    fewer = settings | {"max_new_tokens": 24, "min_new_tokens": 24, "use_cache": False}
+    fewer = settings | {"max_new_tokens": 12, "min_new_tokens": 12, "use_cache": False}
     recomputed = model.generate(tokenizer(PROMPTS[1], return_tensors="pt").input_ids, **fewer)
-    assert torch.equal(together[1, :24], recomputed[0, -24:])
+    assert torch.equal(together[1, :12], recomputed[0, -12:])
 
 
 def test_lora_and_fusion_fine_tuned_and_loaded_on_a_fresh_base(base: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -142,7 +144,8 @@ def test_unknown_packaged_models_are_told_from_hub_ids() -> None:
         cc.load_base("smollm2-13b")
 
 
-def test_what_is_loaded_from_gguf_can_be_saved(base: Any, tmp_path: Path) -> None:
+def test_what_is_loaded_from_gguf_can_be_saved(base: Any, smollm2_folder: Path, tmp_path: Path) -> None:
+    assert fingerprint(base) == (smollm2_folder / FINGERPRINT).read_text()
     model = cc.retrofit(base, layer_start=12, layer_end=18)
     model.save_pretrained(tmp_path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)

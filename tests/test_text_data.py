@@ -25,7 +25,7 @@ from crosscurrent.data.streaming import StreamedRows
 from crosscurrent.data.texts import Document
 from crosscurrent.data.tokenization import tokenizer_identity
 from tests.subjects import gradients, largest_difference, make_rlt, make_t2mlr
-from tests.tiny_texts import documents_in, documents_of_epoch, ending_tokenizer, random_texts, smollm2, write_jsonl
+from tests.tiny_texts import documents_in, documents_of_epoch, ending_tokenizer, random_texts, write_jsonl
 
 TOKENIZER = ending_tokenizer()
 EOS = 0
@@ -132,14 +132,14 @@ def test_documents_in_a_row_compute_what_they_compute_alone(name: str, tmp_path:
     assert largest_difference(gradients(model, together), gradients(model, alone)) < 1e-10
 
 
-def test_a_document_longer_than_the_context(tmp_path: Path) -> None:
+def test_a_document_longer_than_the_context(smollm2_tokenizer: Any, tmp_path: Path) -> None:
     path = Path(os.environ["CROSSCURRENT_TEST_DATA"]) / "tinyshakespeare.txt"
     prepared = prepare(
-        LocalFiles([path]), smollm2(), tmp_path / "out", tokenizer_name="smollm2-135m", validation_share=0
+        LocalFiles([path]), smollm2_tokenizer, tmp_path / "out", tokenizer_name="smollm2-135m", validation_share=0
     )
     rows = PackedRows(prepared, "train", 1024, seed=1)
-    (document,) = documents_of_epoch(rows, smollm2().eos_token_id)
-    assert smollm2().decode(document[:-1]) == path.read_text()
+    (document,) = documents_of_epoch(rows, smollm2_tokenizer.eos_token_id)
+    assert smollm2_tokenizer.decode(document[:-1]) == path.read_text()
     assert rows.num_documents_cut == 1
     assert all(row["segment_ids"].sum() == 0 for row in rows)
     with pytest.raises(ValueError, match=r"no tokens in split 'validation': prepare more .* larger --validation-share"):
@@ -265,7 +265,7 @@ def test_changed_bytes_are_found_when_asked_for(folder: Path) -> None:
         PackedRows(PreparedText(folder), "train", 8)[0]
 
 
-def test_another_tokenizer_or_vocabulary_is_named(prepared: PreparedText) -> None:
+def test_another_tokenizer_or_vocabulary_is_named(prepared: PreparedText, smollm2_tokenizer: Any) -> None:
     prepared.check_tokenizer(TOKENIZER)
     prepared.check_vocab_size(prepared.vocab_size)
     with pytest.raises(ValueError, match=r"vocab_size=101 cannot read .* 'characters' has 102 ids"):
@@ -273,7 +273,7 @@ def test_another_tokenizer_or_vocabulary_is_named(prepared: PreparedText) -> Non
     with pytest.raises(
         ValueError, match=r"it was 'characters' .*vocab_size 102 -> 49152; eos_token_id 0 -> 2; fingerprint"
     ):
-        prepared.check_tokenizer(smollm2())
+        prepared.check_tokenizer(smollm2_tokenizer)
     swapped = ending_tokenizer()
     swapped.backend_tokenizer.pre_tokenizer = None  # the same vocabulary, other ids of a text
     with pytest.raises(ValueError, match=r"\(fingerprint"):

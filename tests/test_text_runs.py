@@ -239,6 +239,7 @@ def run_cli() -> Callable[..., Any]:
     return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("text/nano/")])
 def test_every_small_recipe_trains_two_steps(
     name: str, text: Path, tmp_path: Path, run_cli: Callable[..., Any]

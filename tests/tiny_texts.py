@@ -4,13 +4,11 @@ import json
 import random
 import string
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from crosscurrent.data.packing import PackedRows
 from crosscurrent.data.shards import PreparedText
-from crosscurrent.models.base import load_tokenizer
 from tests.tiny_base import character_tokenizer
 
 
@@ -19,12 +17,6 @@ def ending_tokenizer() -> Any:
     tokenizer = character_tokenizer()
     tokenizer.eos_token = "<pad>"
     return tokenizer
-
-
-@cache
-def smollm2() -> Any:
-    """The tokenizer of SmolLM2, which takes seconds to load: not to be changed."""
-    return load_tokenizer("smollm2-135m")
 
 
 def random_texts(count: int, longest: int = 20, seed: int = 0) -> list[str]:
