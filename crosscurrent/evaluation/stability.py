@@ -159,15 +159,15 @@ class Positions:
         chosen = self.margins[self.at_risk & among]
         return chosen.median().item() if len(chosen) else None
 
-    def by_position(self) -> list[AtPosition]:
+    @cached_property
+    def by_position(self) -> tuple[AtPosition, ...]:
         """One entry per position at which an example is asked."""
-        return [self._at(position) for position in self.asked.any(dim=0).nonzero().flatten().tolist()]
+        return tuple(self._at(position) for position in self.asked.any(dim=0).nonzero().flatten().tolist())
 
     def _at(self, position: int) -> AtPosition:
         asked = self.asked[:, position]
         margins, norms = self.margins[asked, position], self.norms[asked, position].double()
-        here = torch.zeros_like(self.asked)
-        here[:, position] = True
+        unerring = self.margins[self.at_risk[:, position], position]
         return AtPosition(
             position=position,
             num_asked=int(asked.sum()),
@@ -176,7 +176,7 @@ class Positions:
             hazard=self.hazard(position, position + 1),
             margin_median=margins.median().item(),
             margin_low=margins.quantile(0.05).item(),
-            margin_median_unerring=self.unerring_margin(here),
+            margin_median_unerring=unerring.median().item() if len(unerring) else None,
             norm_mean=norms.mean().item(),
             norm_deviation=norms.std(correction=0).item(),
         )

@@ -69,7 +69,7 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
 def _draw(axes: Axes, runs: Sequence[Measured], value: Value, among: Sequence[Measured] = ()) -> None:
     models, seeds = _labels(among or runs)
     for one in runs:
-        points = one.positions.by_position()
+        points = one.positions.by_position
         values = [value(at) for at in points]
         axes.plot(
             [at.position for at in points],

@@ -194,7 +194,7 @@ def position_table(runs: Sequence[Measured]) -> Table:
             "norm_deviation": _rounded(at.norm_deviation),
         }
         for one in runs
-        for at in one.positions.by_position()
+        for at in one.positions.by_position
     ]
 
 

@@ -141,7 +141,7 @@ def verdict(found: Findings) -> Verdict:
 def _not_learned(found: Findings) -> Verdict:
     right = f"{_percent(found.right_trained)} of the positions are right at training length"
     if found.every_prefix:
-        return Verdict("never learned", f"Only {right}, below {LEARNED:.0%}.")
+        return Verdict("never learned", f"Only {right}, below {100 * LEARNED:.0f} %.")
     return Verdict(
         "not asked",
         f"{right}, but the loss covered the final answer alone: nothing can be told of the positions before it.",
@@ -223,8 +223,8 @@ def _blame(found: Findings) -> str:
         return ""
     if found.rescue is not None:
         return (
-            f"With the attention of {found.rescue} cut to the training length {_percent(found.cuts[found.rescue])} is "
-            f"right, in place of {_percent(found.right)}: that attention is to blame."
+            f"With the {found.rescue} attention cut to the training length {_percent(found.cuts[found.rescue])} is right, "
+            f"in place of {_percent(found.right)}: that attention is to blame."
         )
     return (
         f"Cutting attention to the training length does not help (at best {_percent(max(found.cuts.values()))} right)."
