@@ -21,6 +21,7 @@ from crosscurrent.cli.prepare import prepare
 from crosscurrent.cli.report import report
 from crosscurrent.cli.retrofit import retrofit
 from crosscurrent.cli.scaling import scaling
+from crosscurrent.cli.stability import stability
 from crosscurrent.cli.train import recipes, reproduce, train
 from crosscurrent.version import __version__
 
@@ -48,6 +49,7 @@ for command in (
     reproduce,
     consolidate,
     report,
+    stability,
     bench,
     scaling,
 ):

@@ -22,6 +22,7 @@ class Run:
         rows: its metrics, step by step.
         versions: of the software it was made with.
         num_seeds_asked: by the study it belongs to; None if it belongs to none.
+        path: of its folder.
     """
 
     task: str
@@ -31,6 +32,7 @@ class Run:
     rows: list[Row]
     versions: dict[str, Any]
     num_seeds_asked: int | None
+    path: Path
 
     @property
     def seed(self) -> int:
@@ -184,6 +186,7 @@ def _read(path: Path, study: Path | None) -> Run:
         rows=folder.metrics.rows(),
         versions=folder.versions(),
         num_seeds_asked=None if study is None else len(_study_file(study)["seeds"]),
+        path=path,
     )
 
 

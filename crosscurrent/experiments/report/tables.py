@@ -70,10 +70,15 @@ def run_table(collection: Collection) -> Table:
 
 def write_table(table: Table, path: Path) -> None:
     """Write PATH.csv and PATH.json."""
+    write_csv(table, Path(f"{path}.csv"))
+    write_whole(Path(f"{path}.json"), json.dumps(table, indent=1) + "\n")
+
+
+def write_csv(table: Table, path: Path) -> None:
+    """Write a table with the columns of its first row."""
     text = io.StringIO()
     if table:
         writer = csv.DictWriter(text, fieldnames=list(table[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
-    write_whole(Path(f"{path}.csv"), text.getvalue())
-    write_whole(Path(f"{path}.json"), json.dumps(table, indent=1) + "\n")
+    write_whole(path, text.getvalue())
