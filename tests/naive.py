@@ -100,7 +100,9 @@ class NaiveRLT:
                 query = rms_norm(self.split(attention.q_proj(rms_norm(s, layer.memory_layernorm))), attention.q_norm)
                 group = index * self.config.num_memory_groups // self.config.num_decoder_layers
                 query = rotate(query, position, self.theta)
-                s = s + attention.o_proj(self.attend(query, memory_keys[group][in_memory], memory_values[group][in_memory]))
+                s = s + attention.o_proj(
+                    self.attend(query, memory_keys[group][in_memory], memory_values[group][in_memory])
+                )
                 s = s + self.feed_forward(layer.mlp, rms_norm(s, layer.post_attention_layernorm))
             if interval is not None and (position + 1) % interval == 0:
                 state = s

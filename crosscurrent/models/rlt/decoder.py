@@ -219,7 +219,11 @@ class DecoderRun:
     def memory_mask(self, columns: slice) -> tuple[Tensor | None, int, int]:
         """Which of the memory's entries the columns see, as `seen_causally`, and between which two all of them lie."""
         start, stop, _ = columns.indices(self.plan.num_tokens)
-        labels, last, window = self.plan.labels[:, columns], self.num_past + stop, self.decoder.config.memory_sliding_window
+        labels, last, window = (
+            self.plan.labels[:, columns],
+            self.num_past + stop,
+            self.decoder.config.memory_sliding_window,
+        )
         if window is None:
             return seen_causally(labels, self.memory_labels[:, :last], self.is_plain), 0, last
         first = max(self.num_past + start - window + 1, 0) if self.is_plain else 0
