@@ -180,9 +180,9 @@ def _predict_batch(
     inputs = {name: values.to(model.device) for name, values in inputs_for(model, batch).items()}
     predicted, loss = [], 0.0
     for columns, logits in segment_logits(model, inputs, examples.segment_length, **examples.options):
-        logits, labels = logits.float().cpu() * logit_scale, batch["labels"][:, columns]
-        loss += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
-        predicted.append(logits.argmax(dim=-1))
+        scaled, labels = logits.float().cpu() * logit_scale, batch["labels"][:, columns]
+        loss += F.cross_entropy(scaled.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
+        predicted.append(scaled.argmax(dim=-1))
     return _squeeze(torch.cat(predicted, dim=1), batch["answers"]), loss
 
 

@@ -114,6 +114,6 @@ def _state_of(cache: Any) -> LSTMState | None:
     if cache is None or isinstance(cache, LSTMState):
         return cache
     raise ValueError(
-        f"the cache is a {type(cache).__name__}: an LSTM goes on from the LSTMState that a call with use_cache=True returns. "
-        "Give none, and leave use_cache out of generate."
+        f"the cache is a {type(cache).__name__}: an LSTM goes on from the LSTMState that a call with use_cache=True "
+        "returns. Give none, and leave use_cache out of generate."
     )

@@ -37,9 +37,9 @@ from crosscurrent.recurrence.steps import apply_linear
 class RLTCache(RecurrentCache):
     """Keys and values of the encoder's layers, then those of the memory groups; the decoder's window; the state.
 
-    Where a window limits what a layer sees, entries that no later token sees are dropped, so that a model all whose
-    attentions are windowed takes as much memory for any number of tokens. They are kept as long as tokens can be taken back, in
-    a static cache, and from a row's first padding or second document on.
+    Where a window limits what a layer sees, entries that no later token sees are dropped: the cache of a model all whose
+    attentions are windowed is as large after any number of tokens. They are kept while tokens can be taken back, in a static
+    cache, and from a row's first padding or second document on.
 
     Args:
         num_layers: of the encoder's layers and memory groups together. Needed for max_cache_len alone.
@@ -162,7 +162,7 @@ class RLTModel(nn.Module):
             seen = seen_causally(labels, call.key_labels, call.is_plain)
         else:
             num_keys = (call.branch.num_held(0) if isinstance(call.branch, RLTCache) else 0) + labels.shape[1]
-            seen = seen_in_window(labels, _last_columns(call.key_labels, num_keys), window)
+            seen = seen_in_window(labels, _last_columns(call.key_labels, num_keys), window, call.is_plain)
         for index, layer in enumerate(self.encoder):
             stream = layer(stream, rotation, seen, _extender(call.branch, index))
         return stream
