@@ -69,7 +69,7 @@ def refuse_unusable_cache(model: PreTrainedModel) -> None:
     is_training = model.training
     model.eval()
     try:
-        whole, alone = (model(part, use_cache=False).logits[:, -3:] for part in (ids, ids[:, 3:]))
+        whole, alone = (model(input_ids=part, use_cache=False).logits[:, -3:] for part in (ids, ids[:, 3:]))
         *_, (_, continued) = segment_logits(model, {"input_ids": ids}, 3)
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{_not_in_segments(model)} It says: {' '.join(str(error).split())}") from error
