@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import crosscurrent as cc
+from crosscurrent.models.compat import CACHE_NAME
 
 
 @pytest.fixture
@@ -48,3 +49,17 @@ def test_wrong_input_is_refused(model: cc.LSTMForCausalLM) -> None:
             model(**kwargs)
     with pytest.raises(ValueError, match="hidden_size=0"):
         cc.LSTMConfig(hidden_size=0)
+
+
+def test_a_state_is_continued(model: cc.LSTMForCausalLM) -> None:
+    ids = torch.randint(0, 11, (2, 7))
+    first = model(ids[:, :4], use_cache=True)
+    second = model(ids[:, 4:], **{CACHE_NAME: first[CACHE_NAME]})
+    assert torch.allclose(torch.cat([first.logits, second.logits], dim=1), model(ids).logits, atol=1e-6)
+    assert CACHE_NAME not in second
+    for kwargs, word in (
+        ({CACHE_NAME: DynamicCache()}, "LSTMState"),
+        ({"use_cache": True, "attention_mask": torch.tensor([[1] * 7, [1] * 6 + [0]])}, "after padding"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            model(ids, **kwargs)

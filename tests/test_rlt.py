@@ -170,3 +170,53 @@ def test_noise_that_cannot_be_is_refused() -> None:
     model.eval()(ids, solver=cc.Jacobi(5))
     with pytest.raises(ValueError, match=r"state_noise=0\.1 needs the solver Sequential"):
         model.train()(ids, solver=cc.Jacobi(5))
+
+
+WINDOWED: dict[str, Any] = {"encoder_sliding_window": 4, "memory_sliding_window": 1, "sliding_window": 3}
+
+
+def held(cache: Any) -> list[int]:
+    """Of how many tokens each layer still has keys."""
+    return [layer.keys.shape[2] for layer in cache.layers]
+
+
+@pytest.mark.parametrize("changes", [{}, {"feedback_interval": None}, {"num_decoder_layers": 0}], ids=str)
+def test_a_cache_keeps_no_more_than_windows_see(changes: dict[str, Any]) -> None:
+    model, ids = make_rlt(**WINDOWED | changes), token_ids(2, 40)
+    whole = model(ids, use_cache=False).logits
+    cache, logits, sizes = model.new_cache(), [], (7, 1, 13, 2, 1, 1, 1, 1, 1, 12)
+    for part in ids.split(sizes, dim=1):
+        logits.append(model(part, cache=cache).logits)
+        assert max(held(cache)[:2]) <= 6 and max(held(cache)[2:], default=0) == 0
+    assert largest_difference(torch.cat(logits, dim=1), whole) < 1e-12
+    assert cache.get_seq_length() == 40 and cache.key_labels is not None
+    assert cache.key_labels.untyped_storage().nbytes() < 40 * 8
+
+
+def test_what_a_cache_dropped_is_not_missed() -> None:
+    """Padding, another document and tokens taken back, behind a beginning of which little is left."""
+    model, ids = make_rlt(**WINDOWED), token_ids(2, 40)
+    mask = torch.tensor([[1] * 40, [1] * 30 + [0] * 2 + [1] * 8])
+    segments = torch.tensor([[0] * 33 + [1] * 7, [0] * 40])
+    whole = model(ids, attention_mask=mask, segment_ids=segments, use_cache=False).logits
+    cache = model.new_cache()
+    model(ids[:, :28], cache=cache)
+    assert max(held(cache)) < 7
+    cache.activate_past_recording()
+    for rejected in (token_ids(2, 5, seed=9), token_ids(2, 9, seed=8)):
+        model(rejected, cache=cache)
+        cache.crop(28)
+    assert cache.get_seq_length() == 28
+    for columns in (slice(28, 31), slice(31, 40)):
+        given = {"attention_mask": mask[:, columns], "segment_ids": segments[:, columns]}
+        logits = model(ids[:, columns], cache=cache, **given).logits
+        assert largest_difference(logits[mask[:, columns] > 0], whole[:, columns][mask[:, columns] > 0]) < 1e-12
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_windowed_models_write_the_same_without_a_cache(settings: dict[str, Any]) -> None:
+    model = make_rlt(**WINDOWED)
+    ids = token_ids(1, 9) % 5 + 1
+    common: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0} | settings
+    reference = {name: value for name, value in common.items() if name != "prompt_lookup_num_tokens"}
+    assert torch.equal(model.generate(ids, **common), model.generate(ids, use_cache=False, **reference))

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from crosscurrent.data.generated import TrainingExamples, collate, inputs_for
 from crosscurrent.evaluation.scoring import METRICS, Examples, Predictions, metrics_of, predict
-from crosscurrent.experiments.run import build_model, run
+from crosscurrent.evaluation.segments import segment_logits
+from crosscurrent.experiments.run import build_model, examples_of, run
 from crosscurrent.experiments.run_folder import RunFolder
-from crosscurrent.recurrence import Sequential
+from crosscurrent.recurrence import Jacobi, Sequential
 from crosscurrent.tasks import IGNORED, Example, Task, get_task, task_names
 from crosscurrent.tasks.s5_retrieval import S5Retrieval
+from tests.float64 import KeepFloat64
 from tests.recipes import tiny_recipe
 
 
@@ -240,3 +242,100 @@ def test_prompts_are_not_recurrent_in_training(name: str, tmp_path: Path) -> Non
     logits = built(batch["input_ids"], **inputs, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
     assert row["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+WINDOWED = {"encoder_sliding_window": 4, "memory_sliding_window": 3, "sliding_window": 2}
+SEGMENTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rlt": ("rlt-1", {}),
+    "rlt_chunks": ("rlt-2", {}),
+    "rlt_without_feedback": ("rlt-0", {}),
+    "rlt_windowed": ("rlt-1", {"model": WINDOWED}),
+    "t2mlr": ("t2mlr", {"model": {"solver": {"name": "sequential"}}}),
+    "transformer": ("transformer", {}),
+    "no_positions": ("transformer", {"model": {"positions": "none"}}),
+    "gpt2": ("gpt2", {}),
+    "lstm": ("lstm", {}),
+}
+for_segmented = pytest.mark.parametrize("name", SEGMENTED)
+
+
+def segmented_model(name: str, task: str) -> Any:
+    """In float64, with weights large enough to make a difference."""
+    base, changes = SEGMENTED[name]
+    lengths = {"train_lengths": [8], "validation_lengths": [8], "test_lengths": [8]}
+    built: Any = build_model(tiny_recipe(base, task={"name": task} | lengths, **changes)).double().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in built.named_parameters():
+            parameter.mul_(3.0).add_(0.3 if "_scale" in parameter_name else 0.0)
+    return built
+
+
+@for_segmented
+@pytest.mark.parametrize(
+    "task", ["addition", "s5_retrieval"]
+)  # rows of different lengths; prompts that are not recurrent
+def test_segments_give_the_logits_of_one_call(name: str, task: str) -> None:
+    built = segmented_model(name, task)
+    batch = collate([get_task(task).example("validation", 8, index) for index in range(5)])
+    assert ("attention_mask" if task == "addition" else "recurrent_mask") in batch
+    inputs = inputs_for(built, batch)
+    num_tokens = inputs["input_ids"].shape[1]
+    is_real = batch.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    with torch.no_grad(), KeepFloat64():
+        ((everything, whole),) = segment_logits(built, inputs, None)
+        assert everything == slice(0, num_tokens)
+        for length in (1, 7) if task == "addition" else (25,):
+            columns, parts = zip(*segment_logits(built, inputs, length), strict=True)
+            assert [part.shape[1] for part in parts[:-1]] == [length] * (len(parts) - 1) and len(parts) > 1
+            assert [index for c in columns for index in range(c.start, c.stop)] == list(range(num_tokens))
+            assert (torch.cat(parts, dim=1) - whole)[is_real].abs().max() < 1e-12 * whole.abs().max()
+
+
+@for_segmented
+def test_scores_do_not_depend_on_segments(name: str) -> None:
+    """Nor does the model ever see more than one; every prefix is in the loss, the answer in the scores."""
+    built, task = segmented_model(name, "addition"), get_task("addition")
+    seen: list[int] = []
+    built.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    said = []
+    for length in (None, 7):
+        examples = Examples(task, "validation", (8, 9), 6, 1, True, batch_size=4, segment_length=length)
+        said.append([answers for _, answers in predict(built, examples, generates=False)])
+        assert (max(seen) > 7) is (length is None)
+        seen.clear()
+    for whole, segmented in zip(*said, strict=True):
+        assert torch.equal(whole.predicted, segmented.predicted) and torch.equal(whole.targets, segmented.targets)
+        assert segmented.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+def test_iterations_start_anew_from_what_is_exact_in_each_segment() -> None:
+    """Three iterations are exact on segments of three tokens, and not on the whole."""
+    built = segmented_model("rlt", "addition")
+    inputs = {"input_ids": torch.arange(20)[None] % 13}
+    with torch.no_grad():
+        ((_, exact),) = segment_logits(built, inputs, None, solver=Sequential())
+        for length, is_exact in ((3, True), (None, False)):
+            parts = [part for _, part in segment_logits(built, inputs, length, solver=Jacobi(3, 1))]
+            assert bool((torch.cat(parts, dim=1) - exact).abs().max() < 1e-10) is is_exact
+
+
+def test_models_without_a_cache_are_not_read_in_segments() -> None:
+    model = {"architecture": "transformers", "model_type": "rwkv"}
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    recipe = tiny_recipe("gpt2", model=model | small, evaluation={"segment_length": 4})
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM does not continue from a cache .*segment_length null"):
+        build_model(recipe)
+    build_model(recipe.model_copy(update={"evaluation": type(recipe.evaluation)()}))
+    with pytest.raises(ValueError, match="segment_length=0"):
+        Examples(get_task("parity"), "test", (9,), 4, 1, segment_length=0)
+
+
+def test_a_run_is_scored_in_segments(tmp_path: Path) -> None:
+    results = []
+    for length in (None, 4):
+        recipe = tiny_recipe("rlt-2", evaluation={"segment_length": length})
+        assert examples_of(recipe, "test").segment_length == length
+        results.append(run(recipe, tmp_path / f"{length}"))
+    assert results[0] is not None and results[1] is not None
+    for length, scores in results[0]["test"].items():
+        assert results[1]["test"][length] == pytest.approx(scores, rel=1e-5)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosscurrent.data.generated import held_out, inputs_for
+from crosscurrent.evaluation.segments import refuse_unusable_cache, segment_logits
 from crosscurrent.recurrence import Solver
 from crosscurrent.tasks import IGNORED, Task
 from crosscurrent.tasks.s5_retrieval import STEP_LENGTH
@@ -89,6 +90,12 @@ class Examples:
         prefix_supervision: whether the loss covers every prefix; None: as the task does.
         batch_size: rows per forward call.
         solver: how a recurrent model solves them; None: as it is configured.
+        segment_length: longer examples are read in segments of so many tokens, each behind the cache of those before, so
+            that logits and masks take no more memory however long the examples are (see `segment_logits`, also for what
+            that means to a solver that is not exact). Answers are generated from whole prompts. None: in one call.
+
+    Raises:
+        ValueError: a number is below 1.
     """
 
     task: Task
@@ -99,11 +106,13 @@ class Examples:
     prefix_supervision: bool | None = None
     batch_size: int = 256
     solver: Solver | None = None
+    segment_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("count", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: give at least 1.")
+        for name in ("count", "batch_size", "segment_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is not allowed: give at least 1.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -139,11 +148,16 @@ def predict(
         examples: what to ask.
         generates: whether answers are also generated, if the task has a metric of that.
         logit_scale: a factor of the logits in the loss.
+
+    Raises:
+        ValueError: examples are to be read in segments, and the model does not continue from a cache.
     """
+    if examples.segment_length is not None:
+        refuse_unusable_cache(model)
     generates = generates and "exact" in examples.task.metrics
     for length in examples.lengths:
         batches = examples.of_length(length)
-        parts = [_predict_batch(model, batch, logit_scale, examples.options) for batch in batches]
+        parts = [_predict_batch(model, batch, logit_scale, examples) for batch in batches]
         num_targets = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
         yield (
             length,
@@ -160,13 +174,16 @@ def predict(
 
 @torch.no_grad()
 def _predict_batch(
-    model: PreTrainedModel, batch: dict[str, Tensor], logit_scale: float, options: dict[str, Any]
+    model: PreTrainedModel, batch: dict[str, Tensor], logit_scale: float, examples: Examples
 ) -> tuple[Tensor, float]:
     """Predicted ids [B, S] at the answers' positions, and the summed loss."""
     inputs = {name: values.to(model.device) for name, values in inputs_for(model, batch).items()}
-    logits = model(**inputs, use_cache=False, **options).logits.float().cpu() * logit_scale
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
-    return _squeeze(logits.argmax(dim=-1), batch["answers"]), loss.item()
+    predicted, loss = [], 0.0
+    for columns, logits in segment_logits(model, inputs, examples.segment_length, **examples.options):
+        scaled, labels = logits.float().cpu() * logit_scale, batch["labels"][:, columns]
+        loss += F.cross_entropy(scaled.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
+        predicted.append(scaled.argmax(dim=-1))
+    return _squeeze(torch.cat(predicted, dim=1), batch["answers"]), loss
 
 
 def _squeeze(values: Tensor, labels: Tensor) -> Tensor:

@@ -289,10 +289,14 @@ class EvaluationRecipe(Settings):
     Attributes:
         solver: of rlt and t2mlr, such as {name: sequential}; null: the one that the model is trained with.
         batch_size: examples per forward call.
+        segment_length: longer examples are read in segments of so many tokens, which bounds the memory that they take; null:
+            in one call. With a solver that is not exact, such as {name: jacobi}, scores are then those of the segments,
+            whose starts are exact.
     """
 
     solver: SolverSettings | None = None
     batch_size: Count = 256
+    segment_length: Count | None = None
 
 
 class DataSeeds(Settings):

@@ -17,6 +17,7 @@ from transformers.integrations import TensorBoardCallback
 
 from crosscurrent.data.generated import TrainingExamples
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
+from crosscurrent.evaluation.segments import refuse_unusable_cache
 from crosscurrent.experiments.architectures import AnyRecipe
 from crosscurrent.experiments.processes import rank
 from crosscurrent.experiments.recipe import Recipe
@@ -68,9 +69,15 @@ def run(recipe: Recipe, path: str | Path, name: str = "") -> dict[str, Any] | No
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's model with its starting weights."""
+    """The recipe's model with its starting weights.
+
+    Raises:
+        ValueError: it cannot be evaluated in segments, as the recipe wants.
+    """
     set_seed(recipe.seed)
     model = recipe.model.build(recipe.vocab_size)
+    if recipe.evaluation.segment_length is not None:
+        refuse_unusable_cache(model)
     if recipe.training.mup_base_width is not None:
         final_norm(model)
         scale_start(model, _width_share(recipe))
@@ -189,6 +196,7 @@ def examples_of(recipe: Recipe, split: str) -> Examples:
         seed=recipe.data_seeds.test if is_test else recipe.data_seeds.validation,
         prefix_supervision=recipe.task.prefix_supervision,
         batch_size=recipe.evaluation.batch_size,
+        segment_length=recipe.evaluation.segment_length,
         solver=None if recipe.evaluation.solver is None else solver_from_dict(recipe.evaluation.solver),
     )
 

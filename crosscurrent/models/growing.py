@@ -41,6 +41,13 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = self._room.append(key_states, value_states)
         return self.keys, self.values
 
+    def keep_last(self, num_columns: int) -> None:
+        """Forget all but the last entries, and free what the others took."""
+        assert self.keys is not None and self.values is not None
+        first = self.keys.shape[2] - num_columns
+        self.keys, self.values = (part.narrow(2, first, num_columns).clone() for part in (self.keys, self.values))
+        self._room = None
+
     def _is_worth_room(self) -> bool:
         return self.is_initialized and self.keys is not None and self.keys.numel() >= FEWEST_ELEMENTS
 

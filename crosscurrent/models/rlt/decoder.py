@@ -207,13 +207,14 @@ class DecoderRun:
 
     def window_mask(self, columns: slice, seen: slice) -> Tensor | None:
         """[B or 1, 1, S, K]: tokens of the same document, at most W - 1 before the query, or the query itself."""
-        labels, positions = self.plan.labels[:, columns], self.plan.positions[:, columns]
+        rows = slice(0, 1) if self.is_plain else slice(None)  # which of them see alike
+        labels, positions = self.plan.labels[rows, columns], self.plan.positions[rows, columns]
         num_queries, num_keys = labels.shape[1], seen.stop - seen.start
         if self.is_plain and num_queries == 1:
             return None
-        distance = positions[:, :, None] - self.positions[:, None, seen]
+        distance = positions[:, :, None] - self.positions[rows, None, seen]
         near = (distance >= 0) & (distance < self.decoder.config.sliding_window)
-        same = (labels[:, :, None] == self.labels[:, None, seen]) & (labels[:, :, None] != PADDING)
+        same = (labels[:, :, None] == self.labels[rows, None, seen]) & (labels[:, :, None] != PADDING)
         return ((near & same) | _itself(num_queries, num_keys, labels.device))[:, None]
 
     def memory_mask(self, columns: slice) -> tuple[Tensor | None, int, int]:
@@ -228,7 +229,11 @@ class DecoderRun:
             return seen_causally(labels, self.memory_labels[:, :last], self.is_plain), 0, last
         first = max(self.num_past + start - window + 1, 0) if self.is_plain else 0
         is_lone = self.is_plain and stop - start == 1
-        return None if is_lone else seen_in_window(labels, self.memory_labels[:, first:last], window), first, last
+        return (
+            None if is_lone else seen_in_window(labels, self.memory_labels[:, first:last], window, self.is_plain),
+            first,
+            last,
+        )
 
     def window_after(self, past: Past) -> Window:
         """What later calls still see: the last W - 1 real tokens of each row."""
@@ -309,7 +314,7 @@ class DecoderColumns:
         self.num_before, num_keys = window.labels.shape[1] + first, run.labels.shape[1]
         self.in_window = run.window_mask(slice(first, None), slice(0, num_keys))
         self.in_memory = seen_in_window(
-            run.plan.labels[:, first:], run.memory_labels, run.decoder.config.memory_sliding_window
+            run.plan.labels[:, first:], run.memory_labels, run.decoder.config.memory_sliding_window, run.is_plain
         )
         self.memory = [tuple(entries.part(0, entries.length) for entries in group) for group in past.memory]
         self.keys = [keys.whole() for keys in past.keys] if past.keys else list(window.keys)
@@ -347,8 +352,13 @@ def seen_causally(labels: Tensor, key_labels: Tensor, is_plain: bool) -> Tensor 
     return ((before & same) | itself)[:, None]
 
 
-def seen_in_window(labels: Tensor, key_labels: Tensor, window: int | None) -> Tensor:
-    """[B, 1, S, K] as `seen_causally`, but of the row's real tokens only the last `window`, with the query; None: all."""
+def seen_in_window(labels: Tensor, key_labels: Tensor, window: int | None, is_plain: bool) -> Tensor:
+    """[B or 1, 1, S, K] as `seen_causally`, but of the row's real tokens only the last `window`, the query included.
+
+    A window of None: all of them.
+    """
+    if is_plain:
+        labels, key_labels = labels[:1], key_labels[:1]  # all rows see alike
     seen = seen_causally(labels, key_labels, is_plain=False)
     assert seen is not None
     if window is None:

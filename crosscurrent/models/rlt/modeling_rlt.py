@@ -4,7 +4,7 @@ Shapes: B rows, T tokens of this call, P tokens of earlier calls, D hidden_size,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticLayer
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.growing import GrowingLayer
 from crosscurrent.models.inputs import refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
@@ -37,6 +38,10 @@ from crosscurrent.recurrence.steps import apply_linear
 class RLTCache(RecurrentCache):
     """Keys and values of the encoder's layers, then those of the memory groups; the decoder's window; the state.
 
+    Where a window limits what a layer sees, entries that no later token sees are dropped: the cache of a model all whose
+    attentions are windowed is as large after any number of tokens. They are kept while tokens can be taken back, in a static
+    cache, and from a row's first padding or second document on.
+
     Args:
         num_layers: of the encoder's layers and memory groups together. Needed for max_cache_len alone.
         max_cache_len: as in `RecurrentCache`.
@@ -57,6 +62,31 @@ class RLTCache(RecurrentCache):
         num_tokens = self.num_columns + keys.shape[2]
         keys, values = self.update(keys, values, layer_idx)
         return keys[:, :, :num_tokens], values[:, :, :num_tokens]  # a static layer gives its unused places as well
+
+    def num_held(self, layer_idx: int) -> int:
+        """How many tokens a layer still has keys and values of: the last ones of all."""
+        if self.num_places is not None or layer_idx >= len(self.layers):
+            return self.num_columns
+        layer: Any = self.layers[layer_idx]
+        return int(layer.keys.shape[2])
+
+    def keep_seen(self, windows: Sequence[int | None]) -> None:
+        """Drop what no later token sees, if every row is in the middle of its one document and no token is taken back.
+
+        Args:
+            windows: for each layer how many tokens it sees, the current one included; None: all.
+        """
+        if self.num_places is not None or self.records_past:
+            return
+        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            # Seldom, so that a step of decoding does not copy all that is kept.
+            if window is not None and self.num_held(index) > 2 * (window - 1):
+                assert isinstance(layer, GrowingLayer)
+                layer.keep_last(window - 1)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens of each row it has seen, padding included, whatever it still holds of them."""
+        return self.num_columns
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._map_rows(change)
@@ -103,13 +133,14 @@ class RLTModel(nn.Module):
         rotation = self.rotary(call.plan.positions, stream.dtype)
         encoded = self._encode(stream, rotation, call)
         window = call.branch.window if isinstance(call.branch, RLTCache) else None
+        memory = self._remember(encoded, rotation, call)
         core = DecoderRun(
             decoder=self.decoder,
             rotation=rotation,
-            memory=self._remember(encoded, rotation, call),
+            memory=memory,
             window=window if window is not None else self.decoder.empty_window(len(encoded), encoded),
             plan=call.plan,
-            memory_labels=call.key_labels,
+            memory_labels=_last_columns(call.key_labels, memory[0][0].shape[2]) if memory else call.key_labels,
             is_plain=call.is_plain,
             keeps_all=call.keeps_registers,
         )
@@ -140,7 +171,8 @@ class RLTModel(nn.Module):
         if window is None:
             seen = seen_causally(labels, call.key_labels, call.is_plain)
         else:
-            seen = seen_in_window(labels, call.key_labels, window)
+            num_keys = (call.branch.num_held(0) if isinstance(call.branch, RLTCache) else 0) + labels.shape[1]
+            seen = seen_in_window(labels, _last_columns(call.key_labels, num_keys), window, call.is_plain)
         for index, layer in enumerate(self.encoder):
             stream = layer(stream, rotation, seen, _extender(call.branch, index))
         return stream
@@ -151,6 +183,12 @@ class RLTModel(nn.Module):
             _extender(call.branch, len(self.encoder) + group)(*projection(encoded, rotation))
             for group, projection in enumerate(self.memory)
         ]
+
+    @property
+    def windows(self) -> list[int | None]:
+        """What each layer of the cache sees."""
+        of_encoder, of_memory = self.config.encoder_sliding_window, self.config.memory_sliding_window
+        return [of_encoder for _ in self.encoder] + [of_memory for _ in self.memory]
 
 
 class RLTForCausalLM(RecurrentCausalLM):
@@ -302,6 +340,8 @@ class RLTForCausalLM(RecurrentCausalLM):
         if isinstance(call.branch, RLTCache):
             assert isinstance(problem.core, DecoderRun)
             call.branch.window = problem.core.window_after(solution.past)
+            if call.is_plain:
+                call.branch.keep_seen(self.model.windows)
         loss = None if labels is None else causal_lm_loss(logits, labels, call.plan.labels, num_items)
         result = RecurrentCausalLMOutput(loss=loss, logits=logits)
         return call.finish(result, solution)
@@ -313,6 +353,10 @@ def _extender(cache: RecurrentCache | None, index: int) -> Callable[[Tensor, Ten
         return lambda keys, values: (keys, values)
     assert isinstance(cache, RLTCache)
     return partial(cache.extended, layer_idx=index)
+
+
+def _last_columns(tensor: Tensor, num_columns: int) -> Tensor:
+    return tensor[:, tensor.shape[1] - num_columns :]
 
 
 def _refuse_unused(kwargs: dict[str, Any]) -> None:
