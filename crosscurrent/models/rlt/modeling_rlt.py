@@ -68,7 +68,7 @@ class RLTCache(RecurrentCache):
         if self.num_places is not None or layer_idx >= len(self.layers):
             return self.num_columns
         layer: Any = self.layers[layer_idx]
-        return int(layer.keys.shape[2])
+        return 0 if layer.keys is None else int(layer.keys.shape[2])  # None: all has been taken back
 
     def keep_seen(self, windows: Sequence[int | None]) -> None:
         """Drop what no later token sees, if every row is in the middle of its one document and no token is taken back.
