@@ -121,14 +121,21 @@ def _plan(run: Run, length: int | None, num_examples: int) -> _Planned:
         batch_size=min(_MOST_ROWS, examples.batch_size),
         prefix_supervision=True,
     )
-    return _Planned(run, length, _trained_length(recipe), examples)
+    return _Planned(run, length, _trained_length(run), examples)
 
 
-def _trained_length(recipe: Recipe) -> int:
+def _lengths_reached(run: Run) -> list[int]:
+    """The training lengths, as far as a curriculum came."""
+    lengths = run.recipe.task.train_lengths
+    reached = max((row["max_length"] for row in run.rows if "max_length" in row), default=max(lengths))
+    return [length for length in lengths if length <= reached] or [min(lengths)]
+
+
+def _trained_length(run: Run) -> int:
     """The longest training length of which there are test examples; else the shortest validation length."""
-    task = recipe.task.task
-    lengths = [length for length in recipe.task.train_lengths if _has_tests(task, length)]
-    return max(lengths, default=min(recipe.task.validation_lengths))
+    task = run.recipe.task.task
+    lengths = [length for length in _lengths_reached(run) if _has_tests(task, length)]
+    return max(lengths, default=min(run.recipe.task.validation_lengths))
 
 
 def _has_tests(task: Task, length: int) -> bool:
@@ -148,7 +155,7 @@ def _measure(planned: _Planned, bar: Any) -> Measured:
         return measure_positions(model, planned.examples, length, on_batch=bar.update)
 
     found, trained = ask(planned.length), ask(planned.trained_length)
-    last = _last_trained_position(recipe)
+    last = _last_trained_position(run)
     findings = findings_of(trained, found, last, recipe.task.prefix_supervision, recipe.task.task.chance)
     cuts = attention_cuts(model, last + 1) if _is_to_explain(findings) else {}
     bar.total += len(cuts) * planned.num_batches
@@ -175,7 +182,7 @@ def _load(path: Path) -> PreTrainedModel:
     return model
 
 
-def _last_trained_position(recipe: Recipe) -> int:
+def _last_trained_position(run: Run) -> int:
     """Of the longest training examples; those of one length may differ in their number of tokens."""
-    task, longest = recipe.task.task, max(recipe.task.train_lengths)
+    task, longest = run.recipe.task.task, max(_lengths_reached(run))
     return max(len(task.example("train", longest, index).tokens) for index in range(16)) - 1
