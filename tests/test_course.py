@@ -68,6 +68,8 @@ def test_the_final_decay_begins_when_the_last_length_is_learned_or_at_the_latest
     shares = [course.learning_rate_share(step) for step in (0, 1, 3, 4, 5, 9, 14, 20)]
     assert shares == pytest.approx([0.0, 0.25, 0.75, 1.0, 0.92, 0.6, 0.2, 0.2])
     assert [course.is_over(step) for step in (4, 13, 14)] == [False, False, True]
+    falling = Course(50, decay_steps=4, final_share=0.0016, is_exponential=True)
+    assert [falling.learning_rate_share(step) for step in (46, 47, 48, 50)] == pytest.approx([1.0, 0.2, 0.04, 0.0016])
     never = Course(50, decay_steps=10, growth=growth)
     for step in range(1, 50):
         never.see({"step": step, "loss": 1.0})
@@ -139,6 +141,11 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
         ({"curriculum": {"max_length": {"growth": GROWTH, "ramp": [1, 2]}}}, "either growth, or steps"),
         ({"curriculum": {"longest_share": 1.5}}, "longest_share"),
         ({"training": {"decay_steps": 21}}, "decay_steps=21 is above max_steps=20"),
+        (
+            {"training": {"decay_shape": "exponential"}},
+            "decay_shape=exponential needs decay_steps, and a min_learning_rate",
+        ),
+        ({"training": {"decay_shape": "cubic"}}, "decay_shape"),
         ({"training": {"solved_at": 0}}, "solved_at"),
         ({"training": {"max_tokens": 0}}, "max_tokens"),
     ],

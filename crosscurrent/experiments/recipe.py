@@ -139,9 +139,11 @@ class TrainingRecipe(OptimizationRecipe):
 
     Attributes:
         mup_base_width: learning rates and starting weights as for this width (width-muP); null: no scaling.
-        decay_steps: in place of the cosine the learning rate is constant, and falls in a straight line to its minimum over
-            so many steps at the end: once `curriculum.max_length` has grown to its last value and that is learned, or at
+        decay_steps: in place of the cosine the learning rate is constant, and falls to its minimum over so many steps at the
+            end: once `curriculum.max_length` has grown to its last value and that is learned, or at
             `max_steps - decay_steps`. The run is over then. null: the cosine.
+        decay_shape: of that fall: "linear", a straight line, or "exponential", by the same factor in each step, so that more
+            of the steps have a low rate.
         max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size. null: no
             limit.
         solved_at: the run is over once the task's first metric comes to this share at every validation length. null: it is
@@ -150,6 +152,7 @@ class TrainingRecipe(OptimizationRecipe):
 
     mup_base_width: Count | None = None
     decay_steps: Count | None = None
+    decay_shape: Literal["linear", "exponential"] = "linear"
     max_tokens: Count | None = None
     solved_at: Annotated[float, Field(gt=0, le=1)] | None = None
 
@@ -157,6 +160,8 @@ class TrainingRecipe(OptimizationRecipe):
     def _decays_in_time(self) -> "TrainingRecipe":
         if self.decay_steps is not None and self.decay_steps > self.max_steps:
             raise ValueError(f"decay_steps={self.decay_steps} is above max_steps={self.max_steps}.")
+        if self.decay_shape == "exponential" and (self.decay_steps is None or self.min_learning_rate == 0):
+            raise ValueError("decay_shape=exponential needs decay_steps, and a min_learning_rate above 0 to fall to.")
         return self
 
 

@@ -121,6 +121,7 @@ def _course(recipe: Recipe) -> Course:
         decay_steps=training.decay_steps,
         warmup_steps=training.warmup_steps,
         final_share=training.min_learning_rate / training.learning_rate,
+        is_exponential=training.decay_shape == "exponential",
         growth=curve.growth.build() if curve is not None and curve.growth is not None else None,
         solved=None if training.solved_at is None else dict.fromkeys(judged, training.solved_at),
     )

@@ -17,6 +17,7 @@ class Course:
         decay_steps: the final decay takes so many steps, and the run is over after it; None: there is none.
         warmup_steps: the learning rate rises in a straight line to begin with.
         final_share: of the learning rate, at the end of the final decay.
+        is_exponential: whether the final decay is one, and not a straight line; final_share is then above 0.
         growth: of the greatest length; None: it does not hang on losses.
         solved: for each name in a row of validation the value from which on it counts as solved. The run is over once all
             are reached; none: that does not end it.
@@ -35,11 +36,13 @@ class Course:
         decay_steps: int | None = None,
         warmup_steps: int = 0,
         final_share: float = 0.0,
+        is_exponential: bool = False,
         growth: Growth | None = None,
         solved: Mapping[str, float] | None = None,
     ):
         self.max_steps, self.decay_steps, self.warmup_steps = max_steps, decay_steps, warmup_steps
-        self.final_share, self.growth, self.solved = final_share, growth, dict(solved or {})
+        self.final_share, self.is_exponential = final_share, is_exponential
+        self.growth, self.solved = growth, dict(solved or {})
         self._grown = None if growth is None else growth.start()
         self._decay_from = max(max_steps - (decay_steps or 0), 0)
         self._is_solved = False
@@ -68,7 +71,7 @@ class Course:
         assert self.decay_steps is not None
         risen = min(step / self.warmup_steps, 1.0) if self.warmup_steps else 1.0
         decayed = min(max(step - self._decay_from, 0) / self.decay_steps, 1.0)
-        return risen * (1.0 - decayed * (1.0 - self.final_share))
+        return risen * (self.final_share**decayed if self.is_exponential else 1.0 - decayed * (1.0 - self.final_share))
 
 
 class FollowsCourse(TrainerCallback):
