@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import crosscurrent.experiments.run as run_module
 import crosscurrent.training.trainer as trainer_module
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run import run
@@ -17,6 +18,10 @@ from crosscurrent.training.schedules import Growth
 from tests.recipes import tiny_recipe
 
 GROWTH = {"first": 3, "last": 6, "factor": 1.5, "loss_below": 100.0, "min_steps": 2}  # each length for two steps
+
+
+class Stopped(BaseException):
+    """Stands for a process that ends here."""
 
 
 def growing(growth: dict[str, Any] | None = None, **changes: Any) -> Recipe:
@@ -30,7 +35,7 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_growth_follows_the_smoothed_loss() -> None:
-    growth = Growth(2, 5, 1.25, loss_below=0.5, smoothing=0.5, min_steps=3)
+    growth = Growth((2, 3, 4, 5), 1.25, loss_below=0.5, smoothing=0.5, min_steps=3)
     grown = growth.start()
     seen = []
     for loss in (0.1, 0.1, 0.1, 0.9, 0.1, 0.1, 0.9, 0.3, 0.3, 0.2, 0.2, 0.2, 0.2):
@@ -47,8 +52,8 @@ def test_growth_follows_the_smoothed_loss() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"first": 0}, "at least 1"),
-        ({"last": 1}, "below first"),
+        ({"values": ()}, "values"),
+        ({"values": (2, 2)}, "integers that rise"),
         ({"factor": 1.0}, "factor=1.0"),
         ({"loss_below": 0.0}, "loss_below=0.0"),
         ({"smoothing": 1.0}, "smoothing=1.0"),
@@ -56,12 +61,13 @@ def test_growth_follows_the_smoothed_loss() -> None:
     ],
 )
 def test_growths_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    settings: dict[str, Any] = {"values": (2, 5), "factor": 1.5, "loss_below": 0.1, "min_steps": 1}
     with pytest.raises(ValueError, match=words):
-        Growth(**({"first": 2, "last": 5, "factor": 1.5, "loss_below": 0.1, "min_steps": 1} | changes))
+        Growth(**(settings | changes))
 
 
 def test_the_final_decay_begins_when_the_last_length_is_learned_or_at_the_latest_in_time() -> None:
-    growth = Growth(2, 3, 1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
+    growth = Growth((2, 3), 1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
     course = Course(50, decay_steps=10, warmup_steps=4, final_share=0.2, growth=growth)
     for step, loss in enumerate((0.5, 0.05, 0.5, 0.05), start=1):
         course.see({"step": step, "loss": loss})
@@ -98,14 +104,12 @@ def test_a_run_grows_decays_and_ends(tmp_path: Path) -> None:
     assert [row["step"] for row in validations] == [3, 6, 9, 10]  # the last step is validated, whatever its number
 
 
-@pytest.mark.parametrize("stop", [1, 3, 7, 10])
+@pytest.mark.parametrize("stop", [3, 6, 9, 10])
 def test_a_run_that_was_stopped_grows_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
-    recipe = growing({"loss_below": 0.75, "smoothing": 0.6})  # the losses decide, not min_steps
+    # The losses decide, not min_steps, and they hang on the noise.
+    training = {"microbatch_size": 4, "max_tokens": 18}
+    recipe = growing({"loss_below": 0.75, "smoothing": 0.6}, model={"state_noise": 0.3}, training=training)
     run(recipe, tmp_path / "whole")
-
-    class Stopped(BaseException):
-        pass
-
     original = trainer_module.mark_complete
 
     def stopping(folder: Path, step: int) -> None:
@@ -124,18 +128,33 @@ def test_a_run_that_was_stopped_grows_on_bit_for_bit(stop: int, tmp_path: Path) 
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_the_greatest_length_goes_along_the_training_lengths(tmp_path: Path) -> None:
+    """What a row says is what is drawn: 3 x 1.5 is 4, the next length is 5."""
+    run(growing({"last": 9}, task={"train_lengths": [3, 5, 8, 9]}, training={"max_steps": 30}), tmp_path)
+    assert [row["max_length"] for row in steps_of(tmp_path)][:8] == [3, 3, 5, 5, 8, 8, 9, 9]
+
+
 def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
     easy = growing({"last": 40}, training={"solved_at": 0.1, "max_steps": 20})
-    run(easy, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "_finish", lambda *_: (_ for _ in ()).throw(Stopped))
+        with pytest.raises(Stopped):
+            run(easy, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.TaskTrainer, "train", lambda *_, **__: pytest.fail("there is nothing to train"))
+        assert run(easy, tmp_path) is not None
     assert len(steps_of(tmp_path)) == 3  # the first validation is enough
-    assert not RunFolder(tmp_path).checkpoints.exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"growth": {"last": 41}}, "curriculum.max_length grows from 3 to 41: allowed is from 3 to 40"),
+        ({"growth": {"last": 41}}, "curriculum.max_length grows from 3 to 41: both must be among task.train_lengths"),
         ({"growth": {"first": 2}}, "grows from 2 to 6"),
+        ({"growth": {"last": 2}}, "last=2 is below first=3"),
+        ({"task": {"train_lengths": [3]}, "growth": {"last": 3}}, "longest_share has no effect"),
+        ({"model": {"state_noise": 0.1, "solver": {"name": "jacobi"}}}, "state_noise=0.1 needs the solver sequential"),
+        ({"training": {"decay_steps": 19}}, "warmup_steps=2 and decay_steps=19 are together more than"),
         ({"growth": {"factor": 0.5}}, "curriculum.max_length.growth.*factor=0.5"),
         ({"growth": {"loss_bellow": 0.5}}, "'loss_bellow'.*'loss_below'"),
         ({"curriculum": {"max_length": {"growth": GROWTH, "ramp": [1, 2]}}}, "either growth, or steps"),

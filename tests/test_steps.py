@@ -15,7 +15,7 @@ from crosscurrent.models.rlt.layer_step import LayerStep
 from crosscurrent.recurrence import steps
 from tests.subjects import SUBJECTS, cache_of, gradients, largest_difference, make_rlt, token_ids
 
-RLTS = ["rlt1", "rlt2", "rlt_encoder_window", "rlt_groups", "rlt_no_decoder", "rlt_tied"]
+RLTS = ["rlt1", "rlt2", "rlt_encoder_window", "rlt_memory_window", "rlt_groups", "rlt_no_decoder", "rlt_tied"]
 DEFERRING = [*RLTS, "t2mlr_interval", "t2mlr_llama"]
 for_deferring = pytest.mark.parametrize("subject", DEFERRING)
 EXACT = cc.Sequential()

@@ -12,9 +12,12 @@ from crosscurrent.models.t2mlr import T2MLRForCausalLM
 _RLT_SETTINGS = (
     "num_encoder_layers",
     "num_decoder_layers",
+    "encoder_sliding_window",
+    "memory_sliding_window",
     "sliding_window",
     "num_memory_groups",
     "feedback_scale",
+    "state_noise",
     "tie_encoder_decoder",
 )
 

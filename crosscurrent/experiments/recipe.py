@@ -9,7 +9,7 @@ In YAML, as `crosscurrent train` takes it and as every run folder holds it::
     seed: 42
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -144,8 +144,8 @@ class TrainingRecipe(OptimizationRecipe):
             `max_steps - decay_steps`. The run is over then. null: the cosine.
         decay_shape: of that fall: "linear", a straight line, or "exponential", by the same factor in each step, so that more
             of the steps have a low rate.
-        max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size. null: no
-            limit.
+        max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size, but at least
+            one. null: no limit.
         solved_at: the run is over once the task's first metric comes to this share at every validation length. null: it is
             not looked at.
     """
@@ -160,6 +160,11 @@ class TrainingRecipe(OptimizationRecipe):
     def _decays_in_time(self) -> "TrainingRecipe":
         if self.decay_steps is not None and self.decay_steps > self.max_steps:
             raise ValueError(f"decay_steps={self.decay_steps} is above max_steps={self.max_steps}.")
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.max_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are together more than "
+                f"max_steps={self.max_steps}: the learning rate would not come to what is asked for."
+            )
         if self.decay_shape == "exponential" and (self.decay_steps is None or self.min_learning_rate == 0):
             raise ValueError("decay_shape=exponential needs decay_steps, and a min_learning_rate above 0 to fall to.")
         return self
@@ -233,11 +238,11 @@ class FeedbackCurriculum(Settings):
 
 
 class GrowthSettings(Settings):
-    """When a length grows: see `crosscurrent.training.schedules.Growth`.
+    """When the greatest length grows, along the training lengths: see `crosscurrent.training.schedules.Growth`.
 
     Attributes:
-        first, last: lengths.
-        factor: from one to the next.
+        first, last: of the training lengths that it takes.
+        factor: from one to the next, at least.
         loss_below: it grows when the smoothed training loss falls below this.
         smoothing: of the loss.
         min_steps: at each length.
@@ -247,16 +252,20 @@ class GrowthSettings(Settings):
     last: Count
     factor: float
     loss_below: float
-    smoothing: float = 0.9
-    min_steps: Count = 5
+    smoothing: float = Growth.smoothing
+    min_steps: Count = Growth.min_steps
 
     @model_validator(mode="after")
     def _is_allowed(self) -> "GrowthSettings":
-        self.build()
+        self.along((self.first, self.last))
         return self
 
-    def build(self) -> Growth:
-        return Growth(**self.model_dump())
+    def along(self, lengths: Iterable[int]) -> Growth:
+        """The growth from the first to the last of these lengths."""
+        if self.last < self.first:
+            raise ValueError(f"last={self.last} is below first={self.first}: a growth does not shrink.")
+        values = tuple(sorted(length for length in set(lengths) if self.first <= length <= self.last))
+        return Growth(values, self.factor, self.loss_below, self.smoothing, self.min_steps)
 
 
 class LengthCurve(Curve):
@@ -281,11 +290,16 @@ class CurriculumRecipe(FeedbackCurriculum):
 
     Attributes:
         max_length: longer training lengths are not drawn yet.
-        longest_share: so large a share of the batches has the greatest length there is at the time, the others any.
+        longest_share: so large a share of the microbatches has the greatest length there is at the time, the others any.
     """
 
     max_length: LengthCurve | None = None
     longest_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @property
+    def growth(self) -> GrowthSettings | None:
+        """Of the greatest length, if that follows the loss."""
+        return None if self.max_length is None else self.max_length.growth
 
 
 class EvaluationRecipe(Settings):
@@ -342,14 +356,15 @@ class Recipe(Settings):
         return self
 
     def _check_growth(self) -> None:
-        """Raise ValueError if the greatest length is to grow beyond, or below, those that there are."""
-        growth = self.curriculum.max_length.growth if self.curriculum.max_length is not None else None
-        shortest, longest = min(self.task.train_lengths), max(self.task.train_lengths)
-        if growth is not None and not (shortest <= growth.first and growth.last <= longest):
+        """Raise ValueError if the greatest length is to grow from or to one that there is not."""
+        growth, lengths = self.curriculum.growth, self.task.train_lengths
+        if growth is not None and not {growth.first, growth.last} <= set(lengths):
             raise ValueError(
-                f"curriculum.max_length grows from {growth.first} to {growth.last}: allowed is from {shortest} to "
-                f"{longest}, between which task.train_lengths lie."
+                f"curriculum.max_length grows from {growth.first} to {growth.last}: both must be among task.train_lengths, "
+                f"{list(lengths)}."
             )
+        if self.curriculum.longest_share and len(lengths) == 1:
+            raise ValueError(f"curriculum.longest_share has no effect: task.train_lengths are {lengths[0]} alone.")
 
     def _num_tokens(self) -> list[int]:
         """Of the longest examples of each split."""
@@ -365,6 +380,11 @@ def check_model(model: Size, evaluation_solver: SolverSettings | None) -> None:
     """Raise ValueError if the layers of a model do not fit together, or it cannot be evaluated with a solver."""
     if evaluation_solver is not None and not isinstance(model, RLTRecipe | T2MLRRecipe):
         raise ValueError(f"evaluation.solver has no meaning for architecture={getattr(model, 'architecture', None)}.")
+    if isinstance(model, RLTRecipe) and model.state_noise and model.solver["name"] != "sequential":
+        raise ValueError(
+            f"model.state_noise={model.state_noise} needs the solver sequential in training, not {model.solver['name']}: "
+            "each of its passes would see other states. evaluation.solver may be another one."
+        )
     if isinstance(model, RLTRecipe) and model.num_decoder_layers >= model.num_hidden_layers:
         raise ValueError(
             f"model.num_decoder_layers={model.num_decoder_layers} leaves no encoder layer of "

@@ -19,7 +19,7 @@ from crosscurrent.data.generated import TrainingExamples
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
 from crosscurrent.evaluation.segments import refuse_unusable_cache
 from crosscurrent.experiments.architectures import AnyRecipe
-from crosscurrent.experiments.processes import rank
+from crosscurrent.experiments.processes import num_processes, rank
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run_folder import RunFolder
 from crosscurrent.experiments.running import Feedback, run_in_folder, training_arguments
@@ -58,6 +58,11 @@ def run(recipe: Recipe, path: str | Path, name: str = "") -> dict[str, Any] | No
     """
     folder = RunFolder(Path(path))
     arguments = training_arguments(recipe.training, folder, recipe.seed)
+    if recipe.training.max_tokens is not None and recipe.training.microbatch_size is None and num_processes() > 1:
+        raise ValueError(
+            "training.max_tokens with several processes needs training.microbatch_size: what one call may take would hang "
+            "on how many share the batch."
+        )
     if isinstance(recipe.model, AnyRecipe):
         build_model(recipe)  # refuses what only shows in the model itself, before anything is written
     return run_in_folder(
@@ -114,7 +119,7 @@ def _best_until(folder: RunFolder, step: int) -> int:
 
 
 def _course(recipe: Recipe) -> Course:
-    training, curve, task = recipe.training, recipe.curriculum.max_length, recipe.task
+    training, growth, task = recipe.training, recipe.curriculum.growth, recipe.task
     judged = [f"validation_{task.task.metrics[0]}_{length}" for length in task.validation_lengths]
     return Course(
         max_steps=training.max_steps,
@@ -122,7 +127,7 @@ def _course(recipe: Recipe) -> Course:
         warmup_steps=training.warmup_steps,
         final_share=training.min_learning_rate / training.learning_rate,
         is_exponential=training.decay_shape == "exponential",
-        growth=curve.growth.build() if curve is not None and curve.growth is not None else None,
+        growth=growth.along(task.train_lengths) if growth is not None else None,
         solved=None if training.solved_at is None else dict.fromkeys(judged, training.solved_at),
     )
 
@@ -174,6 +179,7 @@ def _trainer(
         optimizers=(optimizer, LambdaLR(optimizer, course.learning_rate_share) if has_decay else None),
         callbacks=[
             Curricula(feedback.apply),
+            # Before FollowsCourse: a row tells the length of its own step, which its loss may end.
             Recorder(folder.metrics, folder.checkpoints, lambda step: feedback.values(step) | lengths(step)),
             FollowsCourse(course),
             progress,

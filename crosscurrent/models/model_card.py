@@ -23,9 +23,12 @@ _PAPER = "https://arxiv.org/abs/2607.15178"
 _SETTINGS = {
     "encoder layers": "num_encoder_layers",
     "decoder layers": "num_decoder_layers",
+    "encoder's window": "encoder_sliding_window",
+    "memory's window": "memory_sliding_window",
     "decoder's window": "sliding_window",
     "memory groups": "num_memory_groups",
     "feedback scale": "feedback_scale",
+    "noise on the state in training": "state_noise",
     "feedback interval": "feedback_interval",
     "prompt recurrence": "prompt_recurrence",
 }

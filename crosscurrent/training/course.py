@@ -23,7 +23,7 @@ class Course:
             are reached; none: that does not end it.
 
     Example:
-        >>> course = Course(max_steps=100, decay_steps=10, growth=Growth(2, 3, 1.5, loss_below=0.1, min_steps=1))
+        >>> course = Course(max_steps=100, decay_steps=10, growth=Growth((2, 3), 1.5, loss_below=0.1, min_steps=1))
         >>> for step in (1, 2):
         ...     course.see({"step": step, "loss": 0.05})
         >>> course.max_length, [course.learning_rate_share(step) for step in (2, 7, 12)], course.is_over(12)

@@ -94,23 +94,23 @@ class Grown:
 
 @dataclass(frozen=True)
 class Growth:
-    """A whole number that grows each time the smoothed loss falls below a threshold: what is learned decides, not the step.
+    """A length that grows each time the smoothed loss falls below a threshold: what is learned decides, not the step.
 
     The smoothed loss begins anew with each value. It is an exponential moving average, whose first value is the first loss.
 
     Args:
-        first, last: the values at the start and at the end.
-        factor: each value is so many times the one before, and at least one more.
+        values: that it takes, rising.
+        factor: the next value is the first that is so many times the one before, rounded down; or the last.
         loss_below: the threshold.
         smoothing: weight of the average so far when a loss is added.
         min_steps: a value holds for at least so many.
 
     Raises:
-        ValueError: last is below first, the factor is not above 1, the threshold is not positive, the smoothing is not in
-            [0, 1), or min_steps is below 1.
+        ValueError: the values are not whole numbers that rise, the factor is not above 1, the threshold is not positive, the
+            smoothing is not in [0, 1), or min_steps is below 1.
 
     Example:
-        >>> growth = Growth(2, 8, factor=1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
+        >>> growth = Growth((2, 3, 4, 6, 7, 8), factor=1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
         >>> grown = growth.start()
         >>> for loss in (0.5, 0.09, 0.2, 0.05, 0.05):
         ...     grown = growth.after(grown, loss)
@@ -118,20 +118,18 @@ class Growth:
         (6, False)
     """
 
-    first: int
-    last: int
+    values: tuple[int, ...]
     factor: float
     loss_below: float
     smoothing: float = 0.9
     min_steps: int = 5
 
     def __post_init__(self) -> None:
-        if any(type(value) is not int or value < 1 for value in (self.first, self.last, self.min_steps)):
-            raise ValueError(
-                f"first={self.first!r}, last={self.last!r}, min_steps={self.min_steps!r}: give integers of at least 1."
-            )
-        if self.last < self.first:
-            raise ValueError(f"last={self.last} is below first={self.first}: a growth does not shrink.")
+        values = self.values
+        if not values or any(type(value) is not int for value in values) or list(values) != sorted(set(values)):
+            raise ValueError(f"values={list(values)} are not allowed: give integers that rise.")
+        if type(self.min_steps) is not int or self.min_steps < 1:
+            raise ValueError(f"min_steps={self.min_steps!r} is not allowed: give an integer of at least 1.")
         if not 1 < self.factor < math.inf:
             raise ValueError(f"factor={self.factor} is not allowed: give a finite number above 1.")
         if not 0 < self.loss_below < math.inf:
@@ -141,7 +139,7 @@ class Growth:
 
     def start(self) -> Grown:
         """Before any loss."""
-        return Grown(self.first)
+        return Grown(self.values[0])
 
     def after(self, grown: Grown, loss: float) -> Grown:
         """How far it has come with one more loss."""
@@ -150,9 +148,10 @@ class Growth:
         grown = replace(grown, num_steps=grown.num_steps + 1, smoothed=smoothed)
         if smoothed >= self.loss_below or grown.num_steps < self.min_steps:
             return grown
-        if grown.value == self.last:
+        if grown.value == self.values[-1]:
             return replace(grown, is_complete=True)
-        return Grown(min(max(math.floor(grown.value * self.factor), grown.value + 1), self.last))
+        least = max(math.floor(grown.value * self.factor), grown.value + 1)
+        return Grown(next((value for value in self.values if value >= least), self.values[-1]))
 
 
 def set_feedback(model: PreTrainedModel, feedback_interval: int | None, feedback_scale: float | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from crosscurrent.experiments.aggregate import Collection, Run, Score
 from crosscurrent.experiments.drawing import inline_svg, page_template, save_figure
+from crosscurrent.experiments.recipe import TrainingRecipe
 from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation
 from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
 from crosscurrent.experiments.settings import read_yaml
@@ -122,12 +123,17 @@ def _training(runs: list[Run]) -> list[dict[str, str]]:
                 "model": model,
                 "lengths": f"{shortest}–{longest}" if longest > shortest else str(longest),
                 "loss": "every prefix" if recipe.task.prefix_supervision else "answer",
-                "steps": f"{recipe.training.max_steps:,} × {recipe.training.batch_size}",
+                "steps": _most_steps(recipe.training),
                 "learning_rate": f"{recipe.training.learning_rate:g}",
                 "seeds": ", ".join(str(run.seed) for run in chosen),
             }
         )
     return rows
+
+
+def _most_steps(training: TrainingRecipe) -> str:
+    cut = f", at most {training.max_tokens:,} tokens" if training.max_tokens is not None else ""
+    return f"{training.max_steps:,} × {training.batch_size}{cut}"
 
 
 def _metric_table(scores: list[Score], metric: str, task: str) -> MetricTable:

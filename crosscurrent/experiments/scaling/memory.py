@@ -244,5 +244,6 @@ def _rlt(
 
 def _layer_step_bytes(config: Any, num_tokens: int) -> int:
     """What a decoder layer keeps of a token in float32 steps (`layer_step.py`), and its entries with their gradients."""
-    seen = config.num_attention_heads * (min(config.sliding_window, num_tokens) + num_tokens // 2)
+    recalled = min(config.memory_sliding_window or num_tokens, num_tokens // 2)
+    seen = config.num_attention_heads * (min(config.sliding_window, num_tokens) + recalled)
     return FULL * (14 * config.hidden_size + 4 * config.intermediate_size + seen + 4 * config.hidden_size)
