@@ -12,7 +12,7 @@ from crosscurrent.experiments.study import find_recipe, load_study, shipped_stud
 RESULTS = Path(__file__).parent.parent / "results"
 
 
-@pytest.mark.parametrize("name", ["rlt-mini", "s5-retrieval-mini"])
+@pytest.mark.parametrize("name", ["rlt-mini", "rlt-beyond", "s5-retrieval-mini"])
 def test_tables_are_made_from_the_runs(name: str, tmp_path: Path) -> None:
     collection = collect([RESULTS / name / "runs"])
     tables = {"scores": score_table(collection), "seeds": seed_table(collection), "runs": run_table(collection)}
@@ -29,7 +29,8 @@ def test_tables_are_made_from_the_runs(name: str, tmp_path: Path) -> None:
 
 def test_runs_are_those_of_the_shipped_recipes() -> None:
     """What is committed can be run again by the commands beside it."""
-    for study, name in (("rlt/mini", "rlt-mini"), ("s5_retrieval/mini", "s5-retrieval-mini")):
+    studies = {"rlt/mini": "rlt-mini", "rlt/beyond/mini": "rlt-beyond", "s5_retrieval/mini": "s5-retrieval-mini"}
+    for study, name in studies.items():
         planned = {run.name: run.recipe for run in load_study(shipped_studies()[study]).plan(study)}
         for run in collect([RESULTS / name / "runs"]).finished:
             assert planned[run.name] == run.recipe, run.name
