@@ -49,6 +49,12 @@ def test_growth_follows_the_smoothed_loss() -> None:
     assert growth.after(grown, 9.0).is_complete  # what has been learned stays so
 
 
+def test_a_growth_bears_any_number() -> None:
+    growth = Growth((2, 5), 1e308, loss_below=0.5, smoothing=0.0, min_steps=1)
+    assert growth.after(growth.start(), 0.1).value == 5
+    assert growth.after(growth.start(), float("nan")).value == 2  # not learned
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

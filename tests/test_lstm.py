@@ -1,6 +1,7 @@
 """The LSTM baseline under the interface of a transformers model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,16 @@ def test_a_state_is_continued(model: cc.LSTMForCausalLM) -> None:
     assert CACHE_NAME not in second
     for kwargs, word in (
         ({CACHE_NAME: DynamicCache()}, "LSTMState"),
+        ({CACHE_NAME: model(ids[:1], use_cache=True)[CACHE_NAME]}, "of 1 rows, the call of 2"),
         ({"use_cache": True, "attention_mask": torch.tensor([[1] * 7, [1] * 6 + [0]])}, "after padding"),
     ):
         with pytest.raises(ValueError, match=word):
             model(ids, **kwargs)
+
+
+def test_generate_reads_all_again_whether_or_not_it_asks_for_a_cache(model: cc.LSTMForCausalLM) -> None:
+    ids = torch.randint(0, 11, (2, 5))
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        model.generate(ids, use_cache=True, **settings), model.generate(ids, use_cache=False, **settings)
+    )

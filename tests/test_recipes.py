@@ -233,6 +233,17 @@ def test_names_of_shipped_ones_are_suggested() -> None:
         find_recipe("absent.yaml", {})
 
 
+def test_names_of_shipped_ones_may_have_hyphens() -> None:
+    for name, scale, found in (
+        ("rlt-beyond", None, "rlt/beyond/mini"),
+        ("rlt/beyond", "mini", "rlt/beyond/mini"),
+        ("rlt-beyond-mini", None, "rlt/beyond/mini"),
+        ("rlt-mini", None, "rlt/mini"),
+        ("s5-retrieval", "paper", "s5_retrieval/paper"),
+    ):
+        assert find_study(name, scale)[0] == found
+
+
 @pytest.mark.parametrize("name", shipped_studies())
 def test_shipped_studies_are_whole(name: str) -> None:
     _, found = find_study(name)

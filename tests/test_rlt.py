@@ -163,6 +163,10 @@ def test_noise_is_the_same_where_activations_are_computed_again() -> None:
 def test_noise_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"state_noise=-0\.1"):
         cc.RLTConfig(state_noise=-0.1)
+    several: tuple[Any, ...] = (None, "0.1", True)
+    for strange in several:
+        with pytest.raises(ValueError, match=r"state_noise=.* is not allowed"):
+            cc.RLTConfig(state_noise=strange)
     with pytest.raises(ValueError, match=r"state_noise=0\.1 has no effect without feedback"):
         cc.RLTConfig(state_noise=0.1, feedback_interval=None)
     model = make_rlt(state_noise=0.1)

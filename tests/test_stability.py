@@ -125,6 +125,8 @@ def test_never_learned_is_told_from_never_asked() -> None:
     found = with_first_errors(HAZARDS["drift"])
     assert verdict(judged(found, trained)).kind == "never learned"
     assert verdict(judged(found, trained, every_prefix=False)).kind == "not asked"
+    short = replace(judged(found, trained), stopped_at=4, trained_length=8)
+    assert verdict(short).kind == "stopped short" and "grew to 4 only" in verdict(short).text
 
 
 def test_a_falling_margin_is_drift_though_the_hazard_is_constant() -> None:
@@ -301,6 +303,7 @@ def test_bad_input_is_named_and_leaves_nothing_behind(runs: Path, tmp_path: Path
         (copy, "-o", out): "no weights",
         (runs, "-o", out, "--length", 5): "length=5 is not allowed for the test split of parity",
         (runs, "-o", tmp_path / "file"): "is a file",
+        (runs, "-o", tmp_path / "file" / "below"): "is a file",
     }
     for words, message in cases.items():
         code, text = command(*words)

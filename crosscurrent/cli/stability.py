@@ -22,10 +22,10 @@ def stability(
 
     Each finished run answers test sequences at every prefix. Measured by position: the share right, the sequences without an
     error so far, the margin of the decision, and the norm of the carried state. A verdict says in words what kind of
-    failure it is (never learned, length dependence, drift, early errors, slips). An RLT that errs answers again with its
-    attention cut to the training length, which shows whether that is to blame. Writes stability.html, which needs nothing
-    but itself, stability.csv (a row per run), stability_by_position.csv and figures/ (PNG and SVG). Runs that are not
-    finished are left out.
+    failure it is (never learned, stopped short, length dependence, drift, early errors, slips). An RLT that errs answers
+    again with its attention cut to the training length, which shows whether that is to blame. Writes stability.html, which
+    needs nothing but itself, stability.csv (a row per run), stability_by_position.csv and figures/ (PNG and SVG). Runs that
+    are not finished are left out.
 
     \b
     Example: crosscurrent stability runs/rlt-mini -o stability

@@ -16,6 +16,7 @@ In YAML::
 The recipe of a run is the defaults, then its task's part, then its model's part, then what its cell changes.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -196,7 +197,8 @@ def load_study(path: Path) -> Study:
 def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
     """A study that comes with the package, by name and scale, or one in a file.
 
-    A hyphen may stand for the slash of a name, and a scale is left out where there is one alone: "rlt-beyond".
+    Hyphens may stand for what else parts a name's words, and a scale is left out where there is one alone: "rlt-beyond",
+    "rlt-mini".
 
     Returns:
         Its name and the study.
@@ -214,7 +216,7 @@ def find_study(name: str, scale: str | None = None) -> tuple[str, Study]:
         return Path(name).stem, load_study(Path(name))
     studies = shipped_studies()
     families = {study.rpartition("/")[0] for study in studies}
-    name = next((family for family in families if family.replace("/", "-") == name), name)
+    name = next((known for known in (*families, *studies) if re.sub("[/_]", "-", known) == name), name)
     scales = [study.rpartition("/")[2] for study in studies if study.rpartition("/")[0] == name]
     if scale is None and len(scales) > 1:
         raise ValueError(f"{name} comes in several scales: give --scale {' or --scale '.join(scales)}.")

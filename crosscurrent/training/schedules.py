@@ -146,11 +146,11 @@ class Growth:
         before = loss if grown.smoothed is None else grown.smoothed
         smoothed = self.smoothing * before + (1 - self.smoothing) * loss
         grown = replace(grown, num_steps=grown.num_steps + 1, smoothed=smoothed)
-        if smoothed >= self.loss_below or grown.num_steps < self.min_steps:
+        if not smoothed < self.loss_below or grown.num_steps < self.min_steps:
             return grown
         if grown.value == self.values[-1]:
             return replace(grown, is_complete=True)
-        least = max(math.floor(grown.value * self.factor), grown.value + 1)
+        least = max(math.floor(min(grown.value * self.factor, self.values[-1])), grown.value + 1)
         return Grown(next((value for value in self.values if value >= least), self.values[-1]))
 
 

@@ -60,9 +60,10 @@ def write_stability(runs: Sequence[Measured], output: Path) -> list[Path]:
 
 
 def refuse_file(output: Path) -> None:
-    """Raise ValueError if there is a file where the folder is to be."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give the name of a folder.")
+    """Raise ValueError if there is a file where the folder, or one above it, is to be."""
+    found = next(path for path in (output, *output.absolute().parents) if path.exists() or path.is_symlink())
+    if not found.is_dir():
+        raise ValueError(f"{found} is a file: give the name of a folder.")
 
 
 def _section(runs: Sequence[Measured], figures: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Why a run errs, told from its numbers by a few rules. The first that holds decides.
 
 1. stable: at least 99 % of the sequences have no error.
-2. never learned: at training length less than 90 % is right. Or, if the loss covered the final answer alone, "not asked":
+2. never learned: at training length less than 90 % is right. Or "stopped short", if a curriculum's lengths did not grow to
+   their end: what was learned may be too short to be asked. Or, if the loss covered the final answer alone, "not asked":
    nothing can be told of positions at which the model never learned to answer.
 3. length dependence: within half a training length beyond the training lengths a tenth of the sequences err for the first
    time, at ten times the hazard of training length or more.
@@ -43,6 +44,8 @@ class Findings:
         hazard_early, hazard_late: of positions with half of the chances each.
         right_after_error: share right after the first error.
         margin_end, norm_end: as above, in the last tenth of the positions.
+        stopped_at: the length that a curriculum came to, if that was not its end.
+        trained_length: of the examples that `right_trained` is about.
         cuts: share right with attention cut to the training length, by what is cut; where that was tried.
     """
 
@@ -65,6 +68,8 @@ class Findings:
     right_after_error: float | None
     margin_end: float | None
     norm_end: float
+    stopped_at: int | None = None
+    trained_length: int | None = None
     cuts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -139,6 +144,12 @@ def verdict(found: Findings) -> Verdict:
 
 
 def _not_learned(found: Findings) -> Verdict:
+    if found.stopped_at is not None:
+        return Verdict(
+            "stopped short",
+            f"Its training lengths grew to {found.stopped_at} only. {_percent(found.right_trained)} of the positions are "
+            f"right at length {found.trained_length}.",
+        )
     right = f"{_percent(found.right_trained)} of the positions are right at training length"
     if found.every_prefix:
         return Verdict("never learned", f"Only {right}, below {100 * LEARNED:.0f} %.")

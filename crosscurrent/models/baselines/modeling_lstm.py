@@ -59,6 +59,12 @@ class LSTMForCausalLM(CheckedLoading, CheckedSaving, GenerationMixin):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """As transformers, for all tokens at once: the caches that it makes are for attention."""
+        without = {"next_sequence_length": None, CACHE_NAME: None, "use_cache": False}
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **(kwargs | without))
+        return prepared
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -100,7 +106,7 @@ class LSTMForCausalLM(CheckedLoading, CheckedSaving, GenerationMixin):
             raise ValueError("attention_mask has padding before a real token: an LSTM takes padding on the right only.")
         if use_cache and not bool(is_real.all()):
             raise ValueError("use_cache=True: there is no going on from the state after padding. Leave it out.")
-        outputs, state = self.lstm(stream, _state_of(cache if cache is not None else past_key_values))
+        outputs, state = self.lstm(stream, _state_of(cache if cache is not None else past_key_values, len(stream)))
         logits = self.lm_head(outputs)
         kept: dict[str, Any] = {CACHE_NAME: LSTMState(*state)} if use_cache else {}
         if labels is None:
@@ -110,7 +116,9 @@ class LSTMForCausalLM(CheckedLoading, CheckedSaving, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
 
-def _state_of(cache: Any) -> LSTMState | None:
+def _state_of(cache: Any, batch_size: int) -> LSTMState | None:
+    if isinstance(cache, LSTMState) and cache.hidden.shape[1] != batch_size:
+        raise ValueError(f"the state is of {cache.hidden.shape[1]} rows, the call of {batch_size}: give as many.")
     if cache is None or isinstance(cache, LSTMState):
         return cache
     raise ValueError(

@@ -118,8 +118,9 @@ class RLTConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value!r} is not allowed: give an integer of at least {least}.")
         if not math.isfinite(self.feedback_scale):
             raise ValueError(f"feedback_scale={self.feedback_scale} is not allowed: give a finite number.")
-        if not 0 <= self.state_noise < math.inf:
-            raise ValueError(f"state_noise={self.state_noise} is not allowed: give a finite number of at least 0.")
+        is_number = isinstance(self.state_noise, int | float) and not isinstance(self.state_noise, bool)
+        if not is_number or not 0 <= self.state_noise < math.inf:
+            raise ValueError(f"state_noise={self.state_noise!r} is not allowed: give a finite number of at least 0.")
         if self.state_noise and self.feedback_interval is None:
             raise ValueError(f"state_noise={self.state_noise} has no effect without feedback: leave it at 0.")
         for name in ("rms_norm_eps", "rope_theta"):
