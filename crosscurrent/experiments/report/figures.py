@@ -52,7 +52,8 @@ def draw_generalisation(
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlim(
-        max(shortest * 0.97, lengths[0] * 0.6) if shortest < lengths[0] else shortest * 0.9, lengths[-1] * 1.1
+        max(shortest * 0.97, min(lengths[0] * 0.6, longest * 0.5)) if shortest < lengths[0] else shortest * 0.9,
+        lengths[-1] * 1.1,
     )
     axes.set_ylim(-3, 103)
     axes.set_xlabel("payload length (log scale)")
