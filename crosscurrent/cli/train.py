@@ -88,10 +88,16 @@ def _text_scores(result: dict[str, Any]) -> str:
 
 
 def reproduce(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="rlt, or a .yaml file with a study of your own.")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="rlt, rlt-beyond, ... (`crosscurrent recipes` begins with them), or a .yaml file with a study of your own.",
+        ),
+    ],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=CHANGES)] = None,
     scale: Annotated[
-        str | None, typer.Option(help="Of rlt, needed. mini: two CPU cores. paper: the published sizes.")
+        str | None, typer.Option(help="Where there are several. mini: two CPU cores. paper: the published sizes.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="TASK,...", show_default="all", help="Tasks to run.")] = None,
     models: Annotated[str | None, typer.Option(metavar="MODEL,...", show_default="all", help="Models to run.")] = None,
@@ -115,6 +121,7 @@ def reproduce(
     \b
     Example: crosscurrent reproduce rlt --scale mini --only parity,s5_swaps
              crosscurrent reproduce rlt --scale mini --plan
+             crosscurrent reproduce rlt-beyond --only s5_standard --models rlt-1 --seeds 42
              OMP_NUM_THREADS=1 crosscurrent reproduce rlt --scale mini --seeds 42 &
              OMP_NUM_THREADS=1 crosscurrent reproduce rlt --scale mini --seeds 43
     """

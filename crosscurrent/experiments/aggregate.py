@@ -42,6 +42,13 @@ class Run:
     def name(self) -> str:
         return f"{self.task}/{self.model}/seed-{self.seed}"
 
+    @property
+    def lengths_reached(self) -> list[int]:
+        """The training lengths, as far as a curriculum came."""
+        lengths = self.recipe.task.train_lengths
+        reached = max((row["max_length"] for row in self.rows if "max_length" in row), default=max(lengths))
+        return [length for length in lengths if length <= reached] or [min(lengths)]
+
 
 @dataclass(frozen=True)
 class Score:

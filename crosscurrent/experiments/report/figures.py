@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from crosscurrent.experiments.aggregate import Run, Score
 from crosscurrent.experiments.drawing import COLOURS
@@ -106,7 +106,8 @@ def draw_curves(runs: Sequence[Run], task: Task, models: Sequence[str]) -> Figur
         all_axes[2].plot(steps, scores, linewidth=1, **style)
         lengths_drawn = [(row["step"], row["max_length"]) for row in run.rows if "max_length" in row]
         if lengths_drawn:
-            all_axes[3].plot(*zip(*lengths_drawn, strict=True), linewidth=1, **style)
+            all_axes[3].step(*zip(*lengths_drawn, strict=True), where="post", linewidth=1, **style)
+            all_axes[3].yaxis.set_major_locator(MaxNLocator(integer=True))
         if run.result is not None:
             selected = steps.index(run.result["selected_step"])
             all_axes[1].plot(

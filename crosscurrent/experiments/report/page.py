@@ -92,9 +92,10 @@ def _section(collection: Collection, task: str, figures: Path) -> Section:
     runs, scores = collection.of_task(task), collection.scores(task)
     models = list(dict.fromkeys(run.model for run in collection.runs))
     recipe = runs[0].recipe.task
+    trained = recipe.task.trained_range([length for run in runs for length in run.lengths_reached])
     first = [score for score in scores if score.metric == recipe.task.metrics[0]]
     shown = save_figure(
-        draw_generalisation(first, task, recipe.task.chance, recipe.task.trained_range(recipe.train_lengths), models),
+        draw_generalisation(first, task, recipe.task.chance, trained, models),
         figures / f"{task}_lengths",
     )
     every = [run for run in collection.runs if run.task == task and run.rows]
@@ -117,7 +118,7 @@ def _training(runs: list[Run]) -> list[dict[str, str]]:
     for model in dict.fromkeys(run.model for run in runs):
         chosen = [run for run in runs if run.model == model]
         recipe = chosen[0].recipe
-        shortest, longest = recipe.task.task.trained_range(recipe.task.train_lengths)
+        shortest, longest = recipe.task.task.trained_range([length for run in chosen for length in run.lengths_reached])
         rows.append(
             {
                 "model": model,

@@ -124,17 +124,10 @@ def _plan(run: Run, length: int | None, num_examples: int) -> _Planned:
     return _Planned(run, length, _trained_length(run), examples)
 
 
-def _lengths_reached(run: Run) -> list[int]:
-    """The training lengths, as far as a curriculum came."""
-    lengths = run.recipe.task.train_lengths
-    reached = max((row["max_length"] for row in run.rows if "max_length" in row), default=max(lengths))
-    return [length for length in lengths if length <= reached] or [min(lengths)]
-
-
 def _trained_length(run: Run) -> int:
     """The longest training length of which there are test examples; else the shortest validation length."""
     task = run.recipe.task.task
-    lengths = [length for length in _lengths_reached(run) if _has_tests(task, length)]
+    lengths = [length for length in run.lengths_reached if _has_tests(task, length)]
     return max(lengths, default=min(run.recipe.task.validation_lengths))
 
 
@@ -157,7 +150,7 @@ def _measure(planned: _Planned, bar: Any) -> Measured:
     found, trained = ask(planned.length), ask(planned.trained_length)
     last = _last_trained_position(run)
     findings = findings_of(trained, found, last, recipe.task.prefix_supervision, recipe.task.task.chance)
-    reached = max(_lengths_reached(run))
+    reached = max(run.lengths_reached)
     findings = replace(
         findings,
         stopped_at=reached if reached < max(recipe.task.train_lengths) else None,
@@ -190,5 +183,5 @@ def _load(path: Path) -> PreTrainedModel:
 
 def _last_trained_position(run: Run) -> int:
     """Of the longest training examples; those of one length may differ in their number of tokens."""
-    task, longest = run.recipe.task.task, max(_lengths_reached(run))
+    task, longest = run.recipe.task.task, max(run.lengths_reached)
     return max(len(task.example("train", longest, index).tokens) for index in range(16)) - 1
