@@ -40,9 +40,13 @@ LENGTHS = {
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not name.startswith(("text/", "reasoning/"))])
 def test_every_shipped_recipe_trains_two_steps(name: str, tmp_path: Path) -> None:
     """At another width and on short sequences; that its own sizes are the published ones is tested in test_recipes.py."""
-    lengths = LENGTHS.get(name.split("/")[2], ([5], [9], [12]))
+    lengths = LENGTHS.get(name.split("/")[-2], ([5], [9], [12]))
     splits = zip(("train", "validation", "test"), lengths, strict=True)
     changes = [*SHORT, *(f"task.{split}_lengths={found}" for split, found in splits)]
+    if name.startswith("rlt/beyond/"):
+        growth = "curriculum.max_length.growth"
+        changes += ["training.decay_steps=1", "training.warmup_steps=1", "curriculum.longest_share=0"]
+        changes += [f"{growth}.first={lengths[0][0]}", f"{growth}.last={lengths[0][0]}"]
     result = invoke("train", name, *changes, "--output", tmp_path / "run")
     assert result.exit_code == 0, result.output
     folder = RunFolder(tmp_path / "run")
