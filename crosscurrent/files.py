@@ -7,6 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def refuse_file(folder: Path) -> None:
+    """Raise ValueError if there is a file where the folder, or one above it, is to be."""
+    found = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not found.is_dir():
+        raise ValueError(f"{found} is a file: give the name of a folder.")
+
+
 def partial_name(path: Path) -> Path:
     """Where to write what is to be moved to `path` when it is whole; another place at each call."""
     return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")

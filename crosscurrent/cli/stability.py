@@ -32,7 +32,8 @@ def stability(
              crosscurrent stability runs/rlt-mini/parity/rlt-1/seed-42 --length 1024 --examples 64
     """
     from crosscurrent.experiments.stability import measure_runs, write_stability
-    from crosscurrent.experiments.stability.page import refuse_file, short_table
+    from crosscurrent.experiments.stability.page import short_table
+    from crosscurrent.files import refuse_file
 
     refuse_file(output)  # before the long part
     measured = measure_runs(runs, length, examples)

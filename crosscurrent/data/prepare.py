@@ -43,7 +43,7 @@ from crosscurrent.data.shards import (
 )
 from crosscurrent.data.sources import Batch, LeftOut, OnError, Position, Source, read_batches
 from crosscurrent.data.tokenization import check_share, document_ids, is_held_out, tokenizer_identity, train_tokenizer
-from crosscurrent.files import LOCK, locked, write_whole
+from crosscurrent.files import LOCK, locked, refuse_file, write_whole
 from crosscurrent.suggestions import differences
 
 SHARD_TOKENS = 100_000_000
@@ -143,8 +143,7 @@ def _refuse_another_task(output: Path, then: dict[str, Any], now: dict[str, Any]
 @contextmanager
 def _claimed(output: Path) -> Iterator[None]:
     """Keep other processes out of the folder, which is made if need be and removed again if it stays empty."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give the name of a folder.")
+    refuse_file(output)
     ours = {LOCK, MANIFEST, PROGRESS}
     if output.exists() and not ours & {entry.name for entry in output.iterdir()} and any(output.iterdir()):
         raise ValueError(f"{output} holds something else than prepared text: give another folder.")

@@ -28,7 +28,7 @@ from crosscurrent.evaluation.interventions import (
 from crosscurrent.evaluation.solver_choice import EXACT
 from crosscurrent.evaluation.telemetry import gate_openings
 from crosscurrent.experiments.drawing import COLOURS, draw_scores, save_figure
-from crosscurrent.files import locked, write_whole
+from crosscurrent.files import locked, refuse_file, write_whole
 from crosscurrent.models.t2mlr import T2MLRForCausalLM
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.reasoning import Problem, ReasoningTask
@@ -75,8 +75,7 @@ def interventions_of(
 
 def refuse_other_folder(output: Path) -> None:
     """Raise ValueError if a place for an ablation holds something else. An ablation is gone on with."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give the name of a folder.")
+    refuse_file(output)
     names = sorted(path.name for path in output.iterdir()) if output.exists() else []
     others = [name for name in names if not (name.startswith(".") or _OWN.fullmatch(name))]
     if others:

@@ -19,7 +19,7 @@ from crosscurrent.evaluation.answering import (
     read_answers,
     refuse_incomparable,
 )
-from crosscurrent.files import LOCK, is_partial, locked, write_whole
+from crosscurrent.files import LOCK, is_partial, locked, refuse_file, write_whole
 from crosscurrent.models.base import shareable_name
 from crosscurrent.suggestions import did_you_mean
 from crosscurrent.tasks.reasoning import Problem, ReasoningTask, get_reasoning_task, reasoning_task_names
@@ -133,8 +133,7 @@ def claimed(output: Path | None, tasks: dict[str, ReasoningTask]) -> Iterator[No
     if output is None:
         yield
         return
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give the name of a folder.")
+    refuse_file(output)
     own = {SCORES, LOCK, *map(records_name, tasks)}
     found = sorted(path.name for path in output.iterdir()) if output.exists() else []
     others = [name for name in found if name not in own and not is_partial(name)]

@@ -9,7 +9,7 @@ from crosscurrent.experiments.kinds import folder_of, run_any, summary
 from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.run_folder import BusyError, read_json
 from crosscurrent.experiments.study import PlannedRun, Study
-from crosscurrent.files import write_whole
+from crosscurrent.files import refuse_file, write_whole
 
 STUDY_FILE = "study.json"
 
@@ -37,8 +37,7 @@ def open_grid(output: Path, name: str, study: Study, plan: list[PlannedRun]) -> 
         ValueError: it is another study's, or holds a run of another recipe.
     """
     file, content = output / STUDY_FILE, {"study": name, "seeds": list(study.seeds)}
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give the name of a folder.")
+    refuse_file(output)
     found = read_json(file, *content) if file.exists() else content
     if any(found[key] != content[key] for key in content):
         raise ValueError(

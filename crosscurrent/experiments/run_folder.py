@@ -25,7 +25,7 @@ import torch
 from crosscurrent.experiments.processes import num_processes
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.settings import read_yaml, validated, write_yaml
-from crosscurrent.files import LOCK, locked, write_whole
+from crosscurrent.files import LOCK, locked, refuse_file, write_whole
 from crosscurrent.suggestions import differences
 from crosscurrent.training.checkpoints import keep_only
 from crosscurrent.training.telemetry import MetricsFile
@@ -113,8 +113,7 @@ class RunFolder:
         Raises:
             ValueError: it is another recipe's, was begun with other versions, or holds something else.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: give the name of a folder.")
+        refuse_file(self.path)
         for leftover in self.path.glob(".*.partial-*"):  # of a process that was killed
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not self.recipe_file.exists():
@@ -164,8 +163,7 @@ class RunFolder:
         Raises:
             BusyError: another process has claimed it.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: give the name of a folder.")
+        refuse_file(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         busy = BusyError(f"{self.path}: another process is at work on this run. Wait for it, or stop it.")
         with locked(self.path, busy):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosscurrent.files import partial_name
+from crosscurrent.files import partial_name, refuse_file
 from crosscurrent.models.model_card import write_model_card
 
 
@@ -14,8 +14,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
     A file is in the way, or a folder that is not empty; if overwriting is allowed, one that is no model's.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: give the name of a folder.")
+    refuse_file(folder)
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:

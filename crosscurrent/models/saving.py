@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
+from crosscurrent.files import refuse_file
 from crosscurrent.models.model_card import FILE, write_model_card
 from crosscurrent.models.weight_names import unwrap_names, unwrapped
 
@@ -48,8 +49,7 @@ class CheckedSaving(PreTrainedModel):
                 "safe_serialization=False is not supported: models are saved as .safetensors only. Leave it out."
             )
         folder = Path(save_directory)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is a file: give the name of a folder.")
+        refuse_file(folder)
         hub = {name: kwargs.pop(name) for name in _HUB_SETTINGS if name in kwargs}
         folder.mkdir(parents=True, exist_ok=True)
         if kwargs.get("distributed_checkpoint"):  # every process writes its part, at the place itself

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from crosscurrent.training.schedules import Growth
+from crosscurrent.training.trainer import validation_row
 
 
 class Course:
@@ -97,7 +98,6 @@ class FollowsCourse(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
-        found = {name.replace("eval_", "validation_"): value for name, value in metrics.items()}
-        self.course.see({"step": state.global_step} | found)
+        self.course.see(validation_row(state.global_step, metrics))
         if self.course.is_over(state.global_step):
             control.should_save = control.should_training_stop = True

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ def _numbers(indices: list[int]) -> dict[str, Tensor]:
     return {"indices": torch.tensor(indices)}
 
 
+def validation_row(step: int, measured: Mapping[str, float]) -> dict[str, float]:
+    """The row of the metrics file for what a validation measured."""
+    found = {name.replace(PREFIX, "validation_"): value for name, value in measured.items() if PREFIX in name}
+    return {"step": step} | found
+
+
 def refuse_nonfinite(loss: float, what: str, step: int) -> None:
     """Raise ValueError if a loss is NaN or infinite."""
     if not math.isfinite(loss):
@@ -191,8 +197,7 @@ class Recorder(TrainerCallback):
             row = {"step": step} | {name: value for name, value in logs.items() if name in names or "/" in name}
             self.metrics.append(row | self.extra(step - 1) | {"seconds": round(self._seconds, 6)})
         elif f"{PREFIX}loss" in logs:
-            found = {name.replace(PREFIX, "validation_"): value for name, value in logs.items() if PREFIX in name}
-            self.metrics.append({"step": state.global_step} | found)
+            self.metrics.append(validation_row(state.global_step, logs))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.world_size > 1:

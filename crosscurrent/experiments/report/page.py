@@ -11,7 +11,7 @@ from crosscurrent.experiments.recipe import TrainingRecipe
 from crosscurrent.experiments.report.figures import draw_curves, draw_generalisation
 from crosscurrent.experiments.report.tables import run_table, score_table, seed_table, write_table
 from crosscurrent.experiments.settings import read_yaml
-from crosscurrent.files import write_whole
+from crosscurrent.files import refuse_file, write_whole
 
 KINDS = ("lengths", "curves")  # of figures
 
@@ -61,8 +61,7 @@ def write_report(collection: Collection, output: Path) -> list[Path]:
     """
     if not collection.finished:
         raise ValueError(f"none of the {len(collection.runs)} runs is finished: a report shows finished runs.")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file: give the name of a folder.")
+    refuse_file(output)
     figures, tables = output / "figures", output / "tables"
     for folder in (figures, tables):
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from crosscurrent.experiments.report.tables import Table, write_csv
 from crosscurrent.experiments.stability import verdict
 from crosscurrent.experiments.stability.figures import draw_accuracy, draw_margin, draw_norm
 from crosscurrent.experiments.stability.runs import Measured
-from crosscurrent.files import write_whole
+from crosscurrent.files import refuse_file, write_whole
 from crosscurrent.version import __version__
 
 _DRAW = {"accuracy": draw_accuracy, "margin": draw_margin, "norm": draw_norm}
@@ -57,13 +57,6 @@ def write_stability(runs: Sequence[Measured], output: Path) -> list[Path]:
     write_whole(output / "stability.html", page)
     drawn = [figures / f"{task}_{kind}.{form}" for task in tasks for kind in _DRAW for form in ("png", "svg")]
     return [output / "stability.html", *(output / f"{name}.csv" for name in tables), *drawn]
-
-
-def refuse_file(output: Path) -> None:
-    """Raise ValueError if there is a file where the folder, or one above it, is to be."""
-    found = next(path for path in (output, *output.absolute().parents) if path.exists() or path.is_symlink())
-    if not found.is_dir():
-        raise ValueError(f"{found} is a file: give the name of a folder.")
 
 
 def _section(runs: Sequence[Measured], figures: Path) -> dict[str, Any]:
