@@ -82,6 +82,11 @@ def test_the_final_decay_begins_when_the_last_length_is_learned_or_at_the_latest
     assert [course.is_over(step) for step in (4, 13, 14)] == [False, False, True]
     falling = Course(50, decay_steps=4, final_share=0.0016, is_exponential=True)
     assert [falling.learning_rate_share(step) for step in (46, 47, 48, 50)] == pytest.approx([1.0, 0.2, 0.04, 0.0016])
+    waiting = Course(50, decay_steps=10, growth=growth, decay_from_length=3)
+    waiting.see({"step": 1, "loss": 0.5})
+    waiting.see({"step": 2, "loss": 0.05})  # 3 is the greatest length now, and not learned
+    waiting.see({"step": 3, "loss": 0.5})
+    assert [waiting.learning_rate_share(step) for step in (2, 7)] == pytest.approx([1.0, 0.5]) and waiting.is_over(12)
     never = Course(50, decay_steps=10, growth=growth)
     for step in range(1, 50):
         never.see({"step": step, "loss": 1.0})
@@ -171,6 +176,12 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
             "decay_shape=exponential needs decay_steps, and a min_learning_rate",
         ),
         ({"training": {"decay_shape": "cubic"}}, "decay_shape"),
+        ({"training": {"decay_steps": None, "decay_from_length": 4}}, "decay_from_length needs decay_steps"),
+        ({"training": {"decay_steps": 4, "decay_from_length": 7}}, "decay_from_length=7 is never come to: .* from 3 to 6"),
+        (
+            {"curriculum": {"max_length": None}, "training": {"decay_steps": 4, "decay_from_length": 4}},
+            "decay_from_length=4 is never come to: .* does not grow with the loss",
+        ),
         ({"training": {"solved_at": 0}}, "solved_at"),
         ({"training": {"max_tokens": 0}}, "max_tokens"),
     ],

@@ -142,6 +142,8 @@ class TrainingRecipe(OptimizationRecipe):
         decay_steps: in place of the cosine the learning rate is constant, and falls to its minimum over so many steps at the
             end: once `curriculum.max_length` has grown to its last value and that is learned, or at
             `max_steps - decay_steps`. The run is over then. null: the cosine.
+        decay_from_length: that fall begins once `curriculum.max_length` has grown to this length, and lengths go on growing
+            in it; null: once the last is learned.
         decay_shape: of that fall: "linear", a straight line, or "exponential", by the same factor in each step, so that more
             of the steps have a low rate.
         max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size, but at least
@@ -152,6 +154,7 @@ class TrainingRecipe(OptimizationRecipe):
 
     mup_base_width: Count | None = None
     decay_steps: Count | None = None
+    decay_from_length: Count | None = None
     decay_shape: Literal["linear", "exponential"] = "linear"
     max_tokens: Count | None = None
     solved_at: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -165,6 +168,8 @@ class TrainingRecipe(OptimizationRecipe):
                 f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are together more than "
                 f"max_steps={self.max_steps}: the learning rate would not come to what is asked for."
             )
+        if self.decay_from_length is not None and self.decay_steps is None:
+            raise ValueError("decay_from_length needs decay_steps: without them there is no final decay.")
         if self.decay_shape == "exponential" and (self.decay_steps is None or self.min_learning_rate == 0):
             raise ValueError("decay_shape=exponential needs decay_steps, and a min_learning_rate above 0 to fall to.")
         return self
@@ -363,6 +368,10 @@ class Recipe(Settings):
                 f"curriculum.max_length grows from {growth.first} to {growth.last}: both must be among task.train_lengths, "
                 f"{list(lengths)}."
             )
+        begin = self.training.decay_from_length
+        if begin is not None and (growth is None or not growth.first < begin <= growth.last):
+            grown = "does not grow with the loss" if growth is None else f"grows from {growth.first} to {growth.last}"
+            raise ValueError(f"training.decay_from_length={begin} is never come to: curriculum.max_length {grown}.")
         if self.curriculum.longest_share and len(lengths) == 1:
             raise ValueError(f"curriculum.longest_share has no effect: task.train_lengths are {lengths[0]} alone.")
 

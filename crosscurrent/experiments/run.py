@@ -128,6 +128,7 @@ def _course(recipe: Recipe) -> Course:
         final_share=training.min_learning_rate / training.learning_rate,
         is_exponential=training.decay_shape == "exponential",
         growth=growth.along(task.train_lengths) if growth is not None else None,
+        decay_from_length=training.decay_from_length,
         solved=None if training.solved_at is None else dict.fromkeys(judged, training.solved_at),
     )
 

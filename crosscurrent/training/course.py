@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from crosscurrent.training.schedules import Growth
+from crosscurrent.training.schedules import Grown, Growth
 from crosscurrent.training.trainer import validation_row
 
 
@@ -20,6 +20,8 @@ class Course:
         final_share: of the learning rate, at the end of the final decay.
         is_exponential: whether the final decay is one, and not a straight line; final_share is then above 0.
         growth: of the greatest length; None: it does not hang on losses.
+        decay_from_length: the final decay begins when the growth has come to this length; None: when it is complete. Without
+            a growth, or if it takes too long, it begins in time to end at max_steps.
         solved: for each name in a row of validation the value from which on it counts as solved. The run is over once all
             are reached; none: that does not end it.
 
@@ -39,11 +41,12 @@ class Course:
         final_share: float = 0.0,
         is_exponential: bool = False,
         growth: Growth | None = None,
+        decay_from_length: int | None = None,
         solved: Mapping[str, float] | None = None,
     ):
         self.max_steps, self.decay_steps, self.warmup_steps = max_steps, decay_steps, warmup_steps
         self.final_share, self.is_exponential = final_share, is_exponential
-        self.growth, self.solved = growth, dict(solved or {})
+        self.growth, self.decay_from_length, self.solved = growth, decay_from_length, dict(solved or {})
         self._grown = None if growth is None else growth.start()
         self._decay_from = max(max_steps - (decay_steps or 0), 0)
         self._is_solved = False
@@ -57,10 +60,13 @@ class Course:
         """Take note of a row of the metrics file: of a step with its `loss`, or of a validation."""
         if "loss" in row and self.growth is not None and self._grown is not None:
             self._grown = self.growth.after(self._grown, row["loss"])
-            if self._grown.is_complete:
+            if self._is_learned(self._grown):
                 self._decay_from = min(self._decay_from, row["step"])
         if self.solved and "validation_loss" in row:
             self._is_solved = all(row[name] >= share for name, share in self.solved.items())
+
+    def _is_learned(self, grown: Grown) -> bool:
+        return grown.is_complete if self.decay_from_length is None else grown.value >= self.decay_from_length
 
     def is_over(self, step: int) -> bool:
         """Whether nothing is left to do after `step` steps."""
