@@ -83,7 +83,9 @@ class TrainingExamples(Dataset[int]):
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     """Model inputs and targets: input_ids and labels [B, T] int64.
 
-    With them an attention_mask [B, T] if something is padded, and a recurrent_mask [B, T], 0 for prompts, if there are any.
+    With them an attention_mask [B, T] if something is padded, a recurrent_mask [B, T], 0 for prompts, if there are any, and
+    position_ids [B, T] if the task has its own. Beside those there always is an attention_mask: without one, transformers
+    would take positions that go back for the beginning of another document.
     The labels are not shifted: labels[:, i] is what the logits at position i should say.
 
     Example:
@@ -97,18 +99,21 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
         "input_ids": torch.tensor([(*example.tokens, *[0] * short) for example, short in rows]),
         "labels": torch.tensor([(*example.targets, *[IGNORED] * short) for example, short in rows]),
     }
-    if any(short for _, short in rows):
+    has_positions = examples[0].positions is not None
+    if any(short for _, short in rows) or has_positions:
         batch["attention_mask"] = torch.tensor([[1] * (longest - short) + [0] * short for _, short in rows])
     if any(example.num_prompt for example in examples):
         prompts = torch.tensor([example.num_prompt for example in examples])
         batch["recurrent_mask"] = (torch.arange(longest) >= prompts[:, None]).long()
+    if has_positions:
+        batch["position_ids"] = torch.tensor([(*(example.positions or ()), *[0] * short) for example, short in rows])
     return batch
 
 
 def inputs_for(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of a collated batch a model is given: of the masks a recurrent model alone takes recurrent_mask."""
     masks = ("attention_mask", "recurrent_mask") if isinstance(model, RecurrentCausalLM) else ("attention_mask",)
-    return {name: batch[name] for name in ("input_ids", *masks) if name in batch}
+    return {name: batch[name] for name in ("input_ids", "position_ids", *masks) if name in batch}
 
 
 def held_out(

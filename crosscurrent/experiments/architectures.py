@@ -130,7 +130,11 @@ class T2MLRRecipe(TransformerRecipe):
 
 
 class RLTRecipe(Size):
-    """An RLT: `num_decoder_layers` of the layers are its decoder, the others its encoder."""
+    """An RLT: `num_decoder_layers` of the layers are its decoder, the others its encoder.
+
+    Attributes:
+        given_positions: for tasks that say where their tokens stand, such as addition_places.
+    """
 
     architecture: Literal["rlt"]
     num_decoder_layers: Annotated[int, Field(ge=0, strict=True)]
@@ -142,6 +146,7 @@ class RLTRecipe(Size):
     sliding_window: Count = 8
     num_memory_groups: Count = 1
     tie_encoder_decoder: bool = False
+    given_positions: bool = False
     solver: SolverSettings = {"name": "sequential"}
 
     def build(self, vocab_size: int) -> PreTrainedModel:
@@ -160,6 +165,7 @@ class RLTRecipe(Size):
             feedback_scale=self.feedback_scale,
             state_noise=self.state_noise,
             tie_encoder_decoder=self.tie_encoder_decoder,
+            given_positions=self.given_positions,
             rope_theta=self.rope_theta,
             solver=solver_from_dict(self.solver),
         )

@@ -27,6 +27,7 @@ from crosscurrent.experiments.architectures import (
     Size,
     SolverSettings,
     T2MLRRecipe,
+    TransformerRecipe,
 )
 from crosscurrent.experiments.settings import Settings
 from crosscurrent.suggestions import did_you_mean
@@ -349,6 +350,7 @@ class Recipe(Settings):
             raise ValueError(f"model.vocab_size={self.model.vocab_size}: {self.task.name} needs at least {smallest}.")
         self.curriculum.check_model(self.model)
         self._check_growth()
+        self._check_positions()
         check_model(self.model, self.evaluation.solver)
         if self.training.mup_base_width is not None and self.model.architecture in ("lstm", "transformers"):
             raise ValueError(
@@ -374,6 +376,19 @@ class Recipe(Settings):
             raise ValueError(f"training.decay_from_length={begin} is never come to: curriculum.max_length {grown}.")
         if self.curriculum.longest_share and len(lengths) == 1:
             raise ValueError(f"curriculum.longest_share has no effect: task.train_lengths are {lengths[0]} alone.")
+
+    def _check_positions(self) -> None:
+        """Raise ValueError unless the model takes the task's positions, and no others."""
+        model, has_positions = self.model, self.task.task.has_positions
+        takes = isinstance(model, RLTRecipe) and model.given_positions
+        if takes and not has_positions:
+            raise ValueError(f"model.given_positions has no effect: {self.task.name} has no positions of its own.")
+        is_llama = type(model) is TransformerRecipe and model.positions == "rope"
+        if has_positions and not takes and not is_llama:
+            raise ValueError(
+                f"{self.task.name} says where its tokens stand, and this model does not take that: allowed are "
+                "architecture=rlt with given_positions=true, and architecture=transformer with positions=rope."
+            )
 
     def _num_tokens(self) -> list[int]:
         """Of the longest examples of each split."""

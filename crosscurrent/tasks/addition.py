@@ -6,6 +6,10 @@ the sum there.
 
 For training and validation each number has 1 to `length` digits, drawn at random; for test both have exactly `length`. No
 number begins with a zero, but zero itself.
+
+In `addition_places` attention is told a digit's place in its number as its position, not where it stands in the text, and
+places are spread out at random in training. So digits that are to be added stand at the same position, whatever the length
+of the numbers (position coupling, Cho et al. 2024, arXiv:2405.20671; random positions, Ruoss et al. 2023, arXiv:2305.16843).
 """
 
 import random
@@ -46,6 +50,29 @@ class Addition(Task):
             read=(*payload, "=", *answer),
             predict=(*[None] * (len(a) + 1), *before, *answer, EOS),
         )
+
+
+class AdditionPlaces(Addition):
+    """a + b, with the digits' places as positions.
+
+    BOS and "+" stand at 0, digit i of both numbers at the i-th of a rising series of places. "=" and each digit of the answer
+    stand at the place of the digit that is to be predicted there. The series is 1, 2, 3, ... in validation and test, a random
+    one up to `largest_place` in training.
+    """
+
+    name = "addition_places"
+    has_positions = True
+    largest_place = 64
+    max_length = largest_place - 2  # the answer may have a digit more, and its end has a place
+
+    def positions(self, numbers: random.Random, payload: Symbols, split: Split) -> tuple[int, ...]:
+        middle = payload.index("+")
+        a, b = payload[:middle], payload[middle + 1 :]
+        num_places = max(len(a), len(b)) + 2
+        largest = numbers.randint(num_places, self.largest_place) if split == "train" else num_places
+        places = sorted(numbers.sample(range(1, largest + 1), num_places))
+        num_answers = len(str(_value(a) + _value(b))) + 1
+        return (0, *places[: len(a)], 0, *places[: len(b)], *places[:num_answers])
 
 
 def _number(numbers: random.Random, num_digits: int) -> str:

@@ -1,7 +1,7 @@
 """Tasks by name."""
 
 from crosscurrent.suggestions import did_you_mean
-from crosscurrent.tasks.addition import Addition
+from crosscurrent.tasks.addition import Addition, AdditionPlaces
 from crosscurrent.tasks.modular import Mod5Brackets, Mod5Flat
 from crosscurrent.tasks.parity import Parity
 from crosscurrent.tasks.permutations import S5Standard, S5Swaps
@@ -57,5 +57,5 @@ def task_names() -> list[str]:
     return sorted(_TASKS)
 
 
-for _task in (Parity, S5Standard, S5Swaps, Mod5Flat, Mod5Brackets, Addition, S5Retrieval, S5RetrievalState):
+for _task in (Parity, S5Standard, S5Swaps, Mod5Flat, Mod5Brackets, Addition, AdditionPlaces, S5Retrieval, S5RetrievalState):
     register_task(_task())

@@ -26,12 +26,14 @@ class Example:
     """Token ids as the model reads them, BOS first, and at each position the id to predict there, or IGNORED.
 
     Targets are not shifted: `targets[i]` is what the logits at position i should say. The first `num_prompt` tokens, BOS
-    among them, are a prompt that is not recurrent; 0: all tokens are.
+    among them, are a prompt that is not recurrent; 0: all tokens are. `positions` are what attention is told of where each
+    token stands; None: tokens are counted.
     """
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
     num_prompt: int = 0
+    positions: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Task(ABC):
         min_held_out_length: the shortest for validation and test; what is shorter is all left to training.
         metrics: what is reported, the first one first. See `crosscurrent.evaluation.scoring.METRICS`.
         prefix_supervision: whether the study supervises every prefix, not only the final answer.
+        has_positions: whether it says itself where its tokens stand (see `positions`).
     """
 
     name: ClassVar[str]
@@ -81,6 +84,7 @@ class Task(ABC):
     max_length: ClassVar[int] = 2**16
     metrics: ClassVar[tuple[str, ...]] = ("final",)
     prefix_supervision: ClassVar[bool] = False
+    has_positions: ClassVar[bool] = False
 
     @abstractmethod
     def draw(self, numbers: random.Random, length: int, split: Split) -> Symbols:
@@ -89,6 +93,10 @@ class Task(ABC):
     @abstractmethod
     def layout(self, payload: Symbols, prefix_supervision: bool) -> Layout:
         """What is read, and what is to be predicted where."""
+
+    def positions(self, numbers: random.Random, payload: Symbols, split: Split) -> tuple[int, ...]:
+        """Where each token stands, BOS first, for tasks that say so themselves; the layout has as many symbols and a BOS."""
+        raise NotImplementedError
 
     def check_length(self, length: int, split: Split) -> None:
         """Raise ValueError unless the task has examples of this length in this split."""
@@ -145,10 +153,15 @@ class Task(ABC):
             ((2, 0, 0, 0, 1, 0, 0, 0, 0), (-100, -100, -100, -100, -100, -100, -100, -100, 1))
         """
         every_prefix = self.prefix_supervision if prefix_supervision is None else prefix_supervision
-        layout = self.layout(self.payload(split, length, index, seed), every_prefix)
+        payload = self.payload(split, length, index, seed)
+        layout = self.layout(payload, every_prefix)
         targets = (IGNORED if symbol is None else self.ids[symbol] for symbol in layout.predict)
         num_prompt = layout.num_prompt and layout.num_prompt + 1  # with BOS
-        return Example(self.encode(layout.read), (IGNORED, *targets), num_prompt)
+        positions = None
+        if self.has_positions:
+            numbers = random_numbers(f"positions of {self.name}", split, length, index, seed)
+            positions = self.positions(numbers, payload, split)
+        return Example(self.encode(layout.read), (IGNORED, *targets), num_prompt, positions)
 
     def encode(self, symbols: Sequence[str]) -> tuple[int, ...]:
         """Token ids, BOS first.

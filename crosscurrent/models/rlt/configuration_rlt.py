@@ -33,6 +33,9 @@ class RLTConfig(PreTrainedConfig):
         tie_word_embeddings: the output matrix is the embedding.
         tie_encoder_decoder: decoder layer i shares its self-attention and feed-forward matrices with encoder layer i;
             norms and memory attention stay its own. Needs num_encoder_layers == num_decoder_layers.
+        given_positions: whether `forward` takes position_ids as they are, for the rotary embedding alone: several tokens may
+            have the same. Windows, documents and the state go by the order of the tokens as always. False: positions are
+            counted, and others are refused.
         rope_theta: base of the rotary embedding, which is this project's choice (the report names none).
         rms_norm_eps, initializer_range: as in transformers.
         prompt_recurrence: whether prompt tokens read the state in `generate`; the report's models always do.
@@ -64,6 +67,7 @@ class RLTConfig(PreTrainedConfig):
     state_noise: float = 0.0
     tie_word_embeddings: bool = True
     tie_encoder_decoder: bool = False
+    given_positions: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02

@@ -128,9 +128,9 @@ class RLTModel(nn.Module):
             return RecurrentState.start(self.norm.weight.new_zeros(batch_size, self.config.hidden_size))
         return RecurrentState.start(self.merge.initial_state(batch_size))
 
-    def problem(self, stream: Tensor, call: Call) -> Problem:
-        """The recurrence to solve for embedded tokens [B, T, D]: the encoder and the memory have run."""
-        rotation = self.rotary(call.plan.positions, stream.dtype)
+    def problem(self, stream: Tensor, call: Call, positions: Tensor) -> Problem:
+        """The recurrence to solve for embedded tokens [B, T, D] at positions [B, T]: the encoder and the memory have run."""
+        rotation = self.rotary(positions, stream.dtype)
         encoded = self._encode(stream, rotation, call)
         window = call.branch.window if isinstance(call.branch, RLTCache) else None
         memory = self._remember(encoded, rotation, call)
@@ -299,7 +299,7 @@ class RLTForCausalLM(RecurrentCausalLM):
             solver: None: `config.solver`.
             position_ids: [B, T]; not needed: positions are counted from 0 over the real tokens of each document, and
                 others are refused. If they restart within a row and there is neither a mask nor a cache, each restart
-                opens a document.
+                opens a document. With `config.given_positions` they are needed, may be any, and open no documents.
             past_key_values: the older name of `cache`.
             kwargs: num_items_in_batch and return_dict; others are refused.
 
@@ -324,17 +324,17 @@ class RLTForCausalLM(RecurrentCausalLM):
             attention_mask=attention_mask,
             recurrent_mask=recurrent_mask,
             segment_ids=segment_ids,
-            position_ids=position_ids,
+            position_ids=None if self.config.given_positions else position_ids,
             cache=cache if cache is not None else past_key_values,
             use_cache=use_cache,
             solver=solver,
             return_dict=return_dict,
         )
-        _refuse_other_positions(position_ids, call.plan)
+        positions = _positions(position_ids, call.plan, self.config.given_positions)
         stream = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         with call.steps():
-            problem = self.model.problem(stream, call)
+            problem = self.model.problem(stream, call, positions)
             solution = call.solve(problem)
             logits = apply_linear(self.lm_head, self.model.norm(solution.outputs[:, kept]))
         if isinstance(call.branch, RLTCache):
@@ -366,13 +366,23 @@ def _refuse_unused(kwargs: dict[str, Any]) -> None:
         raise ValueError(f"RLTForCausalLM.forward does not take {', '.join(unused)}.")
 
 
-def _refuse_other_positions(position_ids: Tensor | None, plan: Plan) -> None:
+def _positions(position_ids: Tensor | None, plan: Plan, are_given: bool) -> Tensor:
+    """[B, T] where the rotary embedding sees the tokens of a call."""
+    if position_ids is None and are_given:
+        raise ValueError("config.given_positions is set: forward needs position_ids [batch, tokens].")
     if position_ids is None:
-        return
+        return plan.positions
     is_real = plan.labels != PADDING
+    if position_ids.shape[-1] != is_real.shape[1] or position_ids.shape[0] not in (1, is_real.shape[0]):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}: it needs one value per token of this call, "
+            f"{tuple(is_real.shape)}."
+        )
     given = position_ids.to(is_real.device).expand_as(is_real)
-    if bool((given != plan.positions)[is_real].any()):
+    if not are_given and bool((given != plan.positions)[is_real].any()):
         raise ValueError(
             "position_ids differ from the positions that an RLT counts itself, from 0 over the real tokens of each "
-            "document: leave them out, and mark documents with segment_ids."
+            "document: leave them out, and mark documents with segment_ids. A model whose config.given_positions is set "
+            "takes any."
         )
+    return given if are_given else plan.positions
