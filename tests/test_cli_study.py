@@ -46,7 +46,11 @@ def test_every_shipped_recipe_trains_two_steps(name: str, tmp_path: Path) -> Non
     if name.startswith("rlt/beyond/"):
         growth = "curriculum.max_length.growth"
         changes += ["training.decay_steps=1", "training.warmup_steps=1", "curriculum.longest_share=0"]
-        changes += [f"{growth}.first={lengths[0][0]}", f"{growth}.last={lengths[0][0]}"]
+        changes += [
+            f"{growth}.first={lengths[0][0]}",
+            f"{growth}.last={lengths[0][0]}",
+            "training.decay_from_length=null",
+        ]
     result = invoke("train", name, *changes, "--output", tmp_path / "run")
     assert result.exit_code == 0, result.output
     folder = RunFolder(tmp_path / "run")

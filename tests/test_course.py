@@ -177,7 +177,10 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
         ),
         ({"training": {"decay_shape": "cubic"}}, "decay_shape"),
         ({"training": {"decay_steps": None, "decay_from_length": 4}}, "decay_from_length needs decay_steps"),
-        ({"training": {"decay_steps": 4, "decay_from_length": 7}}, "decay_from_length=7 is never come to: .* from 3 to 6"),
+        (
+            {"training": {"decay_steps": 4, "decay_from_length": 7}},
+            "decay_from_length=7 is never come to: .* from 3 to 6",
+        ),
         (
             {"curriculum": {"max_length": None}, "training": {"decay_steps": 4, "decay_from_length": 4}},
             "decay_from_length=4 is never come to: .* does not grow with the loss",

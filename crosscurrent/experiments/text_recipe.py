@@ -144,6 +144,8 @@ class TextRecipe(Settings):
 
     def _check_switches(self) -> None:
         training = self.training
+        if isinstance(self.model, RLTRecipe) and self.model.given_positions:
+            raise ValueError("model.given_positions: text says nothing of where its tokens stand. Leave it false.")
         if training.fusion_learning_rate is not None and not isinstance(self.model, T2MLRRecipe):
             raise ValueError("training.fusion_learning_rate has no effect: only a t2mlr has a fusion. Leave it null.")
         if training.gradient_checkpointing and isinstance(self.model, RLTRecipe):

@@ -55,9 +55,9 @@ class Addition(Task):
 class AdditionPlaces(Addition):
     """a + b, with the digits' places as positions.
 
-    BOS and "+" stand at 0, digit i of both numbers at the i-th of a rising series of places. "=" and each digit of the answer
-    stand at the place of the digit that is to be predicted there. The series is 1, 2, 3, ... in validation and test, a random
-    one up to `largest_place` in training.
+    BOS and "+" stand at 0, digit i of both numbers at the i-th of a rising series of places. "=" and each digit of the
+    answer stand at the place of the digit that is to be predicted there. The series is 1, 2, 3, ... in validation and test,
+    a random one up to `largest_place` in training.
     """
 
     name = "addition_places"

@@ -57,5 +57,15 @@ def task_names() -> list[str]:
     return sorted(_TASKS)
 
 
-for _task in (Parity, S5Standard, S5Swaps, Mod5Flat, Mod5Brackets, Addition, AdditionPlaces, S5Retrieval, S5RetrievalState):
+for _task in (
+    Parity,
+    S5Standard,
+    S5Swaps,
+    Mod5Flat,
+    Mod5Brackets,
+    Addition,
+    AdditionPlaces,
+    S5Retrieval,
+    S5RetrievalState,
+):
     register_task(_task())

@@ -1,0 +1,167 @@
+"""Positions that a task gives: several tokens at one, what reads them, and what they leave alone."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import crosscurrent as cc
+from crosscurrent.data.generated import collate, inputs_for
+from crosscurrent.evaluation.scoring import Examples, predict
+from crosscurrent.evaluation.segments import segment_logits
+from crosscurrent.experiments.run import build_model, run
+from crosscurrent.tasks import IGNORED, get_task
+from tests.recipes import tiny_recipe
+from tests.text_runs import tiny_text_recipe
+
+PLACES = get_task("addition_places")
+TASK = {"name": "addition_places", "train_lengths": [3], "validation_lengths": [3], "test_lengths": [4, 9]}
+WINDOWS = {"encoder_sliding_window": 1, "sliding_window": 1}
+
+
+def model_of(name: str = "rlt-1", **changes: Any) -> Any:
+    """In float64, with parameters off their initial values."""
+    own = {} if name == "transformer" else {"given_positions": True}
+    model = build_model(tiny_recipe(name, task=TASK, model=own | changes)).double().eval()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def batch_of(length: int = 5, count: int = 4, split: str = "train") -> dict[str, Tensor]:
+    return collate([PLACES.example(split, length, index) for index in range(count)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_digits_that_are_added_share_a_position(split: Any) -> None:
+    for index in range(200):
+        example = PLACES.example(split, 6, index)
+        symbols, positions = PLACES.decode(example.tokens), example.positions
+        assert positions is not None and len(positions) == len(symbols) and max(positions) <= 64
+        plus, equals = symbols.index("+"), symbols.index("=")
+        a, b, asked = positions[1:plus], positions[plus + 1 : equals], positions[equals:]
+        assert positions[0] == positions[plus] == 0
+        places = max(a, b, asked, key=len)
+        assert all(low < high for low, high in pairwise((0, *places)))
+        assert all(part == places[: len(part)] for part in (a, b, asked))
+        if split != "train":
+            assert places == tuple(range(1, len(places) + 1))
+    spread = {PLACES.example("train", 6, index).positions for index in range(50)}
+    assert len(spread) > 45 and PLACES.example("train", 6, 3) == PLACES.example("train", 6, 3)
+
+
+def test_sums_are_those_of_addition() -> None:
+    example = PLACES.example("test", 9, 1)
+    text = "".join(PLACES.decode(example.tokens)[1:])
+    numbers, answer = text.split("=")
+    a, b = (int(number[::-1]) for number in numbers.split("+"))
+    assert answer[::-1] == str(a + b) and len(numbers) == 19
+
+
+def test_the_longest_sums_have_places() -> None:
+    assert max(PLACES.example("test", 62, 0).positions or ()) <= 64
+    with pytest.raises(ValueError, match="at most 62"):
+        PLACES.example("test", 63, 0)
+
+
+@pytest.mark.parametrize("name", ["rlt-1", "rlt-2", "rlt-0"])
+def test_counted_positions_may_be_given(name: str) -> None:
+    model, ids = model_of(name), torch.randint(14, (3, 11))
+    counted = cc.RLTForCausalLM(cc.RLTConfig(**(model.config.to_dict() | {"given_positions": False}))).double().eval()
+    counted.load_state_dict(model.state_dict())
+    given = model(ids, position_ids=torch.arange(11)[None]).logits
+    torch.testing.assert_close(given, counted(ids).logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rlt-1", "rlt-2", "rlt-0", "transformer"])
+def test_only_differences_of_positions_matter(name: str) -> None:
+    model, batch = model_of(name), inputs_for(model_of(name), batch_of())
+    moved = batch | {"position_ids": batch["position_ids"] + 17}
+    other = batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None].expand_as(batch["input_ids"])}
+    logits = model(**batch).logits
+    real = batch["attention_mask"].bool()
+    # Frequencies are float32 in transformers' Llama, and double in the RLT's.
+    torch.testing.assert_close(
+        logits[real], model(**moved).logits[real], rtol=0, atol=1e-4 if name == "transformer" else 1e-11
+    )
+    assert (logits - model(**other).logits)[real].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rlt-1", "rlt-0", "transformer"])
+def test_positions_that_go_back_open_no_document(name: str) -> None:
+    model, batch = model_of(name), inputs_for(model_of(name), batch_of(count=1, split="test"))
+    assert bool((batch["position_ids"].diff() < 0).any())
+    changed = batch["input_ids"].clone()
+    changed[0, 1] = (changed[0, 1] + 1) % 10
+    difference = model(**batch).logits - model(**(batch | {"input_ids": changed})).logits
+    assert difference[0, 0].abs().max() == 0 and difference[0, -1].abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"), [("rlt-1", {}), ("rlt-1", WINDOWS), ("rlt-2", {}), ("rlt-0", WINDOWS), ("transformer", {})]
+)
+def test_pieces_are_the_whole(name: str, windows: dict[str, int]) -> None:
+    model, batch = model_of(name, **windows), inputs_for(model_of(name), batch_of(length=7, split="test"))
+    whole = model(**batch).logits
+    for length in (1, 3):
+        parts = torch.cat([logits for _, logits in segment_logits(model, batch, length)], dim=1)
+        real = batch["attention_mask"].bool()
+        torch.testing.assert_close(parts[real], whole[real], rtol=0, atol=1e-6 if name == "transformer" else 1e-11)
+
+
+@pytest.mark.parametrize("name", ["rlt-1", "transformer"])
+def test_answers_are_generated_at_their_places(name: str) -> None:
+    model = model_of(name, **({} if name == "transformer" else WINDOWS))
+    ((_, said),) = predict(model, Examples(PLACES, "test", (9,), 5, seed=3), generates=True)
+    assert said.generated is not None
+    for index in range(5):
+        one = PLACES.example("test", 9, index, 3)
+        start = next(place for place, target in enumerate(one.targets) if target != IGNORED)
+        ids, positions = list(one.tokens[: start + 1]), torch.tensor([one.positions])
+        for target, generated in zip(one.targets[start:], said.generated[index].tolist(), strict=False):
+            known = torch.tensor([ids])
+            logits = model(known, attention_mask=torch.ones_like(known), position_ids=positions[:, : len(ids)]).logits
+            token = int(logits[0, -1].argmax())
+            assert generated == token and target != IGNORED
+            ids.append(token)
+
+
+def test_a_run_with_places(tmp_path: Path) -> None:
+    recipe = tiny_recipe(task=TASK, model={"given_positions": True}, training={"microbatch_size": 4})
+    assert run(recipe, tmp_path) is not None
+    reloaded = cc.RLTForCausalLM.from_pretrained(next(tmp_path.rglob("config.json")).parent)
+    assert reloaded.config.given_positions
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        ("rlt-1", {"task": TASK}, "addition_places says where its tokens stand"),
+        ("lstm", {"task": TASK}, "addition_places says where its tokens stand"),
+        ("t2mlr", {"task": TASK}, "addition_places says where its tokens stand"),
+        ("transformer", {"task": TASK, "model": {"positions": "none"}}, "architecture=transformer with positions=rope"),
+        ("rlt-1", {"model": {"given_positions": True}}, "given_positions has no effect: parity"),
+    ],
+)
+def test_recipes_that_do_not_fit_are_refused(model: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tiny_recipe(model, **changes)
+
+
+def test_text_has_no_positions_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="text says nothing of where its tokens stand"):
+        tiny_text_recipe(tmp_path, "rlt", model={"given_positions": True})
+
+
+def test_calls_that_do_not_fit_are_refused() -> None:
+    model, ids = model_of(), torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="needs position_ids"):
+        model(ids)
+    for shape in ((2, 4), (3, 5), (1, 6)):
+        with pytest.raises(ValueError, match="position_ids has shape"):
+            model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
