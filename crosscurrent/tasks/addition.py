@@ -8,7 +8,7 @@ For training and validation each number has 1 to `length` digits, drawn at rando
 number begins with a zero, but zero itself.
 
 In `addition_places` attention is told a digit's place in its number as its position, not where it stands in the text, and
-places are spread out at random in training. So digits that are to be added stand at the same position, whatever the length
+places are spread out at random in half of training. So digits that are to be added stand at the same position, whatever the length
 of the numbers (position coupling, Cho et al. 2024, arXiv:2405.20671; random positions, Ruoss et al. 2023, arXiv:2305.16843).
 """
 
@@ -56,8 +56,8 @@ class AdditionPlaces(Addition):
     """a + b, with the digits' places as positions.
 
     BOS and "+" stand at 0, digit i of both numbers at the i-th of a rising series of places. "=" and each digit of the
-    answer stand at the place of the digit that is to be predicted there. The series is 1, 2, 3, ... in validation and test,
-    a random one up to `largest_place` in training.
+    answer stand at the place of the digit that is to be predicted there. The series is 1, 2, 3, ..., and in half
+    of the training examples a random one up to `largest_place`.
     """
 
     name = "addition_places"
@@ -69,7 +69,8 @@ class AdditionPlaces(Addition):
         middle = payload.index("+")
         a, b = payload[:middle], payload[middle + 1 :]
         num_places = max(len(a), len(b)) + 2
-        largest = numbers.randint(num_places, self.largest_place) if split == "train" else num_places
+        is_spread = split == "train" and numbers.random() < 0.5
+        largest = self.largest_place if is_spread else num_places
         places = sorted(numbers.sample(range(1, largest + 1), num_places))
         num_answers = len(str(_value(a) + _value(b))) + 1
         return (0, *places[: len(a)], 0, *places[: len(b)], *places[:num_answers])
