@@ -7,9 +7,10 @@ the sum there.
 For training and validation each number has 1 to `length` digits, drawn at random; for test both have exactly `length`. No
 number begins with a zero, but zero itself.
 
-In `addition_places` attention is told a digit's place in its number as its position, not where it stands in the text, and
-places are spread out at random in half of training. So digits that are to be added stand at the same position, whatever the length
-of the numbers (position coupling, Cho et al. 2024, arXiv:2405.20671; random positions, Ruoss et al. 2023, arXiv:2305.16843).
+In `addition_places` attention is told a digit's place in its number as its position, not where it stands in the text. So
+digits that are to be added stand at the same position, whatever the length of the numbers (position coupling, Cho et al.
+2024, arXiv:2405.20671). In half of the training examples places are spread out at random, so that distances are seen which
+short numbers do not have (random positions, Ruoss et al. 2023, arXiv:2305.16843).
 """
 
 import random
