@@ -123,9 +123,10 @@ def test_flat_arithmetic_by_python(length: int) -> None:
         read, values = asked(get_task("mod5_flat"), "test", length, index, every_prefix=True)
         expression = read.removesuffix("=")
         assert len(expression) == length and set(expression) <= set("01234+-x")
-        for place in range(1, length + 1, 2):
-            assert values[place] == python_value(expression[:place])
-        assert values[::2] == ["."] * (length // 2 + 1)
+        for place in range(0, length, 2):
+            assert values[place] == python_value(expression[: place + 1])
+        assert values[1:-1:2] == ["."] * (length // 2)
+        assert values[-1] == python_value(expression)
         assert asked(get_task("mod5_flat"), "test", length, index)[1] == [*"." * length, values[-1]]
 
 
@@ -140,8 +141,7 @@ def test_bracketed_arithmetic_by_python(length: int) -> None:
             begun = expression[: place + 1]
             since = begun[begin_of_innermost(begun) :]
             complete = symbol.isdigit() or symbol == ")"
-            assert values[place + 1] == (python_value(since) if complete else "."), (expression, place)
-        assert values[0] == "."
+            assert values[place] == (python_value(since) if complete else "."), (expression, place)
 
 
 def begin_of_innermost(text: str) -> int:

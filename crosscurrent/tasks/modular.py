@@ -1,13 +1,10 @@
 """Arithmetic modulo 5, flat or with brackets.
 
 Flat: reads `3 + 4 x 2 =` after BOS and predicts `1` at "="; x binds tighter than + and -. The length of the expression is
-odd. Every prefix: the value of what stands before it, at each operator as at "=".
+odd. Every prefix: the value of what has been read, after each digit.
 
-Brackets: reads `( 3 - ( - 2 ) ) =` and predicts `0` at "=". Every prefix: at each symbol after a digit or ")", the value of
-what stands before it, since the innermost open bracket, or, if none is open, of the whole.
-
-A value is asked for one symbol after it is known, at "=" as anywhere: what the last operand does to it is one step of a
-recurrence, and saying it is another.
+Brackets: reads `( 3 - ( - 2 ) ) =` and predicts `0` at "=". Every prefix: after each digit or ")", the value of what has
+been read since the innermost open bracket, or, if none is open, of the whole.
 """
 
 import random
@@ -46,11 +43,12 @@ class Mod5Flat(Task):
         return tuple(symbols)
 
     def layout(self, payload: Symbols, prefix_supervision: bool) -> Layout:
-        return Layout((*payload, "="), supervised([None, *_flat_values(payload)], prefix_supervision))
+        answers = _flat_values(payload)
+        return Layout((*payload, "="), supervised([*answers, answers[-1]], prefix_supervision))
 
 
 def _flat_values(payload: Symbols) -> list[str | None]:
-    """Of each digit the value of the expression up to it; nothing of an operator.
+    """After each digit the value of the expression so far; nothing after an operator.
 
     Two numbers are enough: the sum of the finished terms, and the product that is being read.
     """
@@ -83,7 +81,8 @@ class Mod5Brackets(Task):
         return tuple(_tree(numbers, length))
 
     def layout(self, payload: Symbols, prefix_supervision: bool) -> Layout:
-        return Layout((*payload, "="), supervised([None, *_bracket_values(payload)], prefix_supervision))
+        answers = _bracket_values(payload)
+        return Layout((*payload, "="), supervised([*answers, answers[-1]], prefix_supervision))
 
 
 def _tree(numbers: random.Random, length: int) -> list[str]:
@@ -125,7 +124,7 @@ class _Open:
 
 
 def _bracket_values(payload: Symbols) -> list[str | None]:
-    """Of each digit and each ")" the value since the innermost open bracket.
+    """After each digit and each ")" the value since the innermost open bracket.
 
     Between two brackets there is at most one operation, so no operator binds tighter than another.
     """
