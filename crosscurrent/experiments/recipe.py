@@ -297,9 +297,12 @@ class CurriculumRecipe(FeedbackCurriculum):
     Attributes:
         max_length: longer training lengths are not drawn yet.
         longest_share: so large a share of the microbatches has the greatest length there is at the time, the others any.
+        state_noise: of rlt, as (greatest length, noise) pairs: from that greatest length on noise is so large, in place of
+            `model.state_noise`.
     """
 
     max_length: LengthCurve | None = None
+    state_noise: tuple[tuple[Count, Annotated[float, Field(ge=0, allow_inf_nan=False)]], ...] | None = None
     longest_share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     @property
@@ -350,6 +353,7 @@ class Recipe(Settings):
             raise ValueError(f"model.vocab_size={self.model.vocab_size}: {self.task.name} needs at least {smallest}.")
         self.curriculum.check_model(self.model)
         self._check_growth()
+        self._check_noise()
         self._check_positions()
         check_model(self.model, self.evaluation.solver)
         if self.training.mup_base_width is not None and self.model.architecture in ("lstm", "transformers"):
@@ -376,6 +380,23 @@ class Recipe(Settings):
             raise ValueError(f"training.decay_from_length={begin} is never come to: curriculum.max_length {grown}.")
         if self.curriculum.longest_share and len(lengths) == 1:
             raise ValueError(f"curriculum.longest_share has no effect: task.train_lengths are {lengths[0]} alone.")
+
+    def _check_noise(self) -> None:
+        """Raise ValueError unless noise that changes with the greatest length has a model, and lengths to change at."""
+        points = self.curriculum.state_noise
+        if points is None:
+            return
+        if not isinstance(self.model, RLTRecipe) or self.model.feedback_interval is None:
+            raise ValueError("curriculum.state_noise needs an rlt with feedback.")
+        if self.model.solver["name"] != "sequential":
+            raise ValueError(f"curriculum.state_noise needs the solver sequential, not {self.model.solver['name']}.")
+        Steps([(0, self.model.state_noise), *points])  # refuses lengths that do not rise
+        longest = max(self.task.train_lengths) if self.curriculum.growth is None else self.curriculum.growth.last
+        if self.curriculum.max_length is None or not points or points[-1][0] > longest:
+            raise ValueError(
+                f"curriculum.state_noise={[list(point) for point in points]}: give (greatest length, noise) pairs that "
+                f"curriculum.max_length comes to, up to {longest}."
+            )
 
     def _check_positions(self) -> None:
         """Raise ValueError unless the model takes the task's positions, and no others."""

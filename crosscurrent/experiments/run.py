@@ -18,7 +18,7 @@ from transformers.integrations import TensorBoardCallback
 from crosscurrent.data.generated import TrainingExamples
 from crosscurrent.evaluation.scoring import Examples, Predictions, metrics_of, predict
 from crosscurrent.evaluation.segments import refuse_unusable_cache
-from crosscurrent.experiments.architectures import AnyRecipe
+from crosscurrent.experiments.architectures import AnyRecipe, RLTRecipe
 from crosscurrent.experiments.processes import num_processes, rank
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.run_folder import RunFolder
@@ -28,6 +28,7 @@ from crosscurrent.files import partial_name, write_whole
 from crosscurrent.recurrence import solver_from_dict
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
 from crosscurrent.training.course import Course, FollowsCourse
+from crosscurrent.training.schedules import Steps
 from crosscurrent.training.telemetry import best_step
 from crosscurrent.training.trainer import Curricula, Progress, Recorder, TaskTrainer
 from crosscurrent.training.width import final_norm, fold_logit_scale, parameter_groups, scale_start
@@ -142,6 +143,15 @@ def _longest(recipe: Recipe, course: Course) -> Callable[[int], int | None]:
     return lambda step: math.floor(of_step(step))
 
 
+def _state_noise(recipe: Recipe, longest: Callable[[int], int | None]) -> Callable[[int], float] | None:
+    """For the step after so many the noise that goes with its greatest length, if noise changes at all."""
+    if recipe.curriculum.state_noise is None:
+        return None
+    assert isinstance(recipe.model, RLTRecipe)
+    of_length = Steps([(0, recipe.model.state_noise), *recipe.curriculum.state_noise])
+    return lambda step: of_length(longest(step) or 0)
+
+
 def _trainer(
     recipe: Recipe, folder: RunFolder, arguments: TrainingArguments, done: int, course: Course, progress: Progress
 ) -> TaskTrainer:
@@ -160,8 +170,8 @@ def _trainer(
     share = _width_share(recipe)
     groups = parameter_groups(model, training.learning_rate, training.weight_decay, share)
     betas = (training.adam_beta1, training.adam_beta2)
-    feedback = Feedback(recipe.curriculum, recipe.model, model)
     longest = _longest(recipe, course)
+    feedback = Feedback(recipe.curriculum, recipe.model, model, _state_noise(recipe, longest))
 
     def lengths(step: int) -> dict[str, float]:
         greatest = longest(step)

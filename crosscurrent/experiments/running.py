@@ -113,32 +113,39 @@ class Feedback:
     """The curricula of the feedback, applied to a model.
 
     Args:
-        curriculum: what changes.
+        curriculum: what changes with the step.
         described: the recipe of the model, which validation and tests see.
         model: to be changed.
+        state_noise: of the step after so many; None: it does not change.
     """
 
-    def __init__(self, curriculum: FeedbackCurriculum, described: Any, model: PreTrainedModel):
-        self.model = model
-        self.interval = curriculum.feedback_interval.of_step() if curriculum.feedback_interval is not None else None
-        self.scale = curriculum.feedback_scale.of_step() if curriculum.feedback_scale is not None else None
-        self.final_interval = getattr(described, "feedback_interval", None) if self.interval is not None else None
-        self.final_scale = getattr(described, "feedback_scale", None) if self.scale is not None else None
+    def __init__(
+        self,
+        curriculum: FeedbackCurriculum,
+        described: Any,
+        model: PreTrainedModel,
+        state_noise: Callable[[int], float] | None = None,
+    ):
+        self.model, self.described = model, described
+        self.of_step: dict[str, Callable[[int], float]] = {}
+        if curriculum.feedback_interval is not None:
+            interval = curriculum.feedback_interval.of_step()
+            self.of_step["feedback_interval"] = lambda step: max(1, round(interval(step)))
+        if curriculum.feedback_scale is not None:
+            self.of_step["feedback_scale"] = curriculum.feedback_scale.of_step()
+        if state_noise is not None:
+            self.of_step["state_noise"] = state_noise
 
     def values(self, step: int) -> dict[str, float]:
         """What holds in the step after `step` steps."""
-        values: dict[str, float] = {}
-        if self.interval is not None:
-            values["feedback_interval"] = max(1, round(self.interval(step)))
-        if self.scale is not None:
-            values["feedback_scale"] = self.scale(step)
-        return values
+        return {name: value(step) for name, value in self.of_step.items()}
 
     def apply(self, step: int) -> None:
-        values = self.values(step)
-        interval = values.get("feedback_interval")
-        set_feedback(self.model, None if interval is None else int(interval), values.get("feedback_scale"))
+        self._set(self.values(step))
 
     def restore(self) -> None:
         """As the recipe describes the model."""
-        set_feedback(self.model, self.final_interval, self.final_scale)
+        self._set({name: getattr(self.described, name) for name in self.of_step})
+
+    def _set(self, values: dict[str, Any]) -> None:
+        set_feedback(self.model, **values)

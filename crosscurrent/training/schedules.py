@@ -154,8 +154,13 @@ class Growth:
         return Grown(next((value for value in self.values if value >= least), self.values[-1]))
 
 
-def set_feedback(model: PreTrainedModel, feedback_interval: int | None, feedback_scale: float | None) -> None:
-    """Let a recurrent model read the state at another interval, or at another strength (RLT), from now on.
+def set_feedback(
+    model: PreTrainedModel,
+    feedback_interval: int | None = None,
+    feedback_scale: float | None = None,
+    state_noise: float | None = None,
+) -> None:
+    """Let a recurrent model read the state at another interval, or an RLT at another strength or with other noise.
 
     Raises:
         ValueError: the model has no such setting.
@@ -169,3 +174,9 @@ def set_feedback(model: PreTrainedModel, feedback_interval: int | None, feedback
         if not isinstance(model, RLTForCausalLM) or model.config.feedback_interval is None:
             raise ValueError(f"{type(model).__name__} has no feedback_scale that could change.")
         model.set_feedback_scale(feedback_scale)
+    if state_noise is not None:
+        if not isinstance(model, RLTForCausalLM) or model.config.feedback_interval is None:
+            raise ValueError(f"{type(model).__name__} has no state_noise that could change.")
+        if not 0 <= state_noise < math.inf:
+            raise ValueError(f"state_noise={state_noise} is not allowed: give a finite number of at least 0.")
+        model.config.state_noise = state_noise
