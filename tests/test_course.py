@@ -1,5 +1,6 @@
 """Training that goes by what is learned: lengths that grow with the loss, the final decay, the end when a task is solved."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,29 @@ def test_a_run_grows_decays_and_ends(tmp_path: Path) -> None:
     assert [row["step"] for row in validations] == [3, 6, 9, 10]  # the last step is validated, whatever its number
 
 
+def test_noise_goes_with_the_greatest_length(tmp_path: Path) -> None:
+    recipe = growing(model={"state_noise": 0.1}, curriculum={"state_noise": [[4, 0.2], [6, 0.3]]})
+    run(recipe, tmp_path)
+    noise = [(row["max_length"], row["state_noise"]) for row in steps_of(tmp_path)]
+    assert noise == [(3, 0.1)] * 2 + [(4, 0.2)] * 2 + [(6, 0.3)] * 6
+    assert (
+        json.loads((tmp_path / "model" / "config.json").read_text())["state_noise"] == 0.1
+    )  # as the recipe describes it
+    run(growing(model={"state_noise": 0.1}), tmp_path / "constant")
+    losses = [[row["loss"] for row in steps_of(path)] for path in (tmp_path, tmp_path / "constant")]
+    assert losses[0][:2] == losses[1][:2] and losses[0][2] != losses[1][2]  # the noise is that of its own step
+
+
 @pytest.mark.parametrize("stop", [3, 6, 9, 10])
 def test_a_run_that_was_stopped_grows_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     # The losses decide, not min_steps, and they hang on the noise.
     training = {"microbatch_size": 4, "max_tokens": 18}
-    recipe = growing({"loss_below": 0.75, "smoothing": 0.6}, model={"state_noise": 0.3}, training=training)
+    recipe = growing(
+        {"loss_below": 0.75, "smoothing": 0.6},
+        model={"state_noise": 0.3},
+        curriculum={"state_noise": [[4, 0.5]]},
+        training=training,
+    )
     run(recipe, tmp_path / "whole")
     original = trainer_module.mark_complete
 
@@ -184,6 +203,19 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
         (
             {"curriculum": {"max_length": None}, "training": {"decay_steps": 4, "decay_from_length": 4}},
             "decay_from_length=4 is never come to: .* does not grow with the loss",
+        ),
+        ({"curriculum": {"state_noise": [[7, 0.2]]}}, "pairs that curriculum.max_length comes to, up to 6"),
+        ({"curriculum": {"state_noise": []}}, "give .greatest length, noise. pairs"),
+        ({"curriculum": {"state_noise": [[4, 0.2], [4, 0.3]]}}, "start at 0 and rise"),
+        ({"curriculum": {"state_noise": [[4, -0.2]]}}, "state_noise"),
+        (
+            {"curriculum": {"state_noise": [[4, 0.2]]}, "model": {"feedback_interval": None}},
+            "needs an rlt with feedback",
+        ),
+        ({"curriculum": {"state_noise": [[4, 0.2]], "max_length": None}}, "that curriculum.max_length comes to"),
+        (
+            {"curriculum": {"state_noise": [[4, 0.2]]}, "model": {"solver": {"name": "jacobi"}}},
+            "curriculum.state_noise needs the solver sequential",
         ),
         ({"training": {"solved_at": 0}}, "solved_at"),
         ({"training": {"max_tokens": 0}}, "max_tokens"),

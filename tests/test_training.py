@@ -72,9 +72,9 @@ def test_feedback_scale_is_set_in_model_and_configuration(tmp_path: Path) -> Non
 @pytest.mark.parametrize("model", ["rlt-0", "transformer", "lstm"])
 def test_models_without_feedback_refuse_to_change_it(model: str) -> None:
     built = build_model(tiny_recipe(model))
-    for interval, scale in ((2, None), (None, 0.5)):
-        with pytest.raises(ValueError, match="feedback"):
-            set_feedback(built, interval, scale)
+    for change in ({"feedback_interval": 2}, {"feedback_scale": 0.5}, {"state_noise": 0.1}):
+        with pytest.raises(ValueError, match=r"feedback|has no state_noise"):
+            set_feedback(built, **change)  # type: ignore[arg-type]
 
 
 def test_curricula_act_step_by_step_and_validation_sees_the_final_model(tmp_path: Path) -> None:
