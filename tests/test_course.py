@@ -88,6 +88,9 @@ def test_the_final_decay_begins_when_the_last_length_is_learned_or_at_the_latest
     waiting.see({"step": 2, "loss": 0.05})  # 3 is the greatest length now, and not learned
     waiting.see({"step": 3, "loss": 0.5})
     assert [waiting.learning_rate_share(step) for step in (2, 7)] == pytest.approx([1.0, 0.5]) and waiting.is_over(12)
+    eager = Course(50, decay_steps=10, warmup_steps=20, growth=growth, decay_from_length=3)
+    eager.see({"step": 1, "loss": 0.05})
+    assert eager.learning_rate_share(20) == 1.0 and eager.is_over(30)  # not before the warm-up's end
     never = Course(50, decay_steps=10, growth=growth)
     for step in range(1, 50):
         never.see({"step": step, "loss": 1.0})
@@ -170,7 +173,7 @@ def test_a_run_that_was_stopped_grows_on_bit_for_bit(stop: int, tmp_path: Path) 
         {"loss_below": 0.75, "smoothing": 0.6},
         model={"state_noise": 0.3},
         curriculum={"state_noise": [[4, 0.5]]},
-        training=training,
+        training=training | {"decay_from_length": 4},
     )
     run(recipe, tmp_path / "whole")
     original = trainer_module.mark_complete
@@ -231,11 +234,11 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
         ({"training": {"decay_steps": None, "decay_from_length": 4}}, "decay_from_length needs decay_steps"),
         (
             {"training": {"decay_steps": 4, "decay_from_length": 7}},
-            "decay_from_length=7 is never come to: .* from 3 to 6",
+            "decay_from_length=7: .* grows from 3 to 6",
         ),
         (
             {"curriculum": {"max_length": None}, "training": {"decay_steps": 4, "decay_from_length": 4}},
-            "decay_from_length=4 is never come to: .* does not grow with the loss",
+            "decay_from_length=4: .* does not grow with the loss",
         ),
         ({"training": {"decay_again_from": 0.5}}, "decay_again_from needs decay_steps, and solved_at"),
         (
@@ -243,6 +246,10 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
             "there is nothing to fall",
         ),
         ({"curriculum": {"state_noise": [[7, 0.2]]}}, "pairs that curriculum.max_length comes to, up to 6"),
+        (
+            {"curriculum": {"state_noise": [[30, 0.2]], "max_length": {"steps": [[0, 3], [4, 5]]}}},
+            "that curriculum.max_length comes to, up to 5",
+        ),
         ({"curriculum": {"state_noise": []}}, "give .greatest length, noise. pairs"),
         ({"curriculum": {"state_noise": [[4, 0.2], [4, 0.3]]}}, "start at 0 and rise"),
         ({"curriculum": {"state_noise": [[4, -0.2]]}}, "state_noise"),

@@ -10,10 +10,13 @@ from torch import Tensor
 
 import crosscurrent as cc
 from crosscurrent.data.generated import collate, inputs_for
+from crosscurrent.evaluation.gap import train_decode_gap
+from crosscurrent.evaluation.interventions import model_with_feedback
 from crosscurrent.evaluation.scoring import Examples, predict
 from crosscurrent.evaluation.segments import segment_logits
 from crosscurrent.experiments.run import build_model, run
-from crosscurrent.tasks import IGNORED, get_task
+from crosscurrent.tasks import IGNORED, Task, get_task, register_task
+from crosscurrent.tasks.addition import AdditionPlaces
 from tests.recipes import tiny_recipe
 from tests.text_runs import tiny_text_recipe
 
@@ -103,8 +106,13 @@ def test_positions_that_go_back_open_no_document(name: str) -> None:
     assert bool((batch["position_ids"].diff() < 0).any())
     changed = batch["input_ids"].clone()
     changed[0, 1] = (changed[0, 1] + 1) % 10
-    difference = model(**batch).logits - model(**(batch | {"input_ids": changed})).logits
-    assert difference[0, 0].abs().max() == 0 and difference[0, -1].abs().max() > 1e-6
+    first, second = (
+        model(**(batch | {"input_ids": ids}), use_cache=False).logits for ids in (batch["input_ids"], changed)
+    )
+    assert (first - second)[0, 0].abs().max() == 0 and (first - second)[0, -1].abs().max() > 1e-6
+    if name != "transformer":  # whose batches always have a mask, for that reason
+        bare = {key: values for key, values in batch.items() if key != "attention_mask"}
+        assert torch.equal(model(**bare, use_cache=False).logits, first)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +175,67 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     model, ids = model_of(), torch.zeros(2, 5, dtype=torch.int64)
     with pytest.raises(ValueError, match="needs position_ids"):
         model(ids)
-    for shape in ((2, 4), (3, 5), (1, 6)):
-        with pytest.raises(ValueError, match="position_ids has shape"):
-            model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match="generate needs position_ids"):
+        model.generate(ids, max_new_tokens=2)
+    with pytest.raises(ValueError, match="guidance_scale=2 is not supported with"):
+        model.generate(ids, position_ids=torch.zeros_like(ids), guidance_scale=2, max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompts say nothing of where"):
+        model_with_feedback(model)
+    counted = build_model(tiny_recipe("rlt-1"))
+    for shape in ((2, 4), (3, 5), (1, 6), (1, 1, 5), (5,), ()):
+        for built, given in ((model, ids), (counted, ids)):
+            with pytest.raises(ValueError, match="position_ids has shape"):
+                built(given, position_ids=torch.zeros(shape, dtype=torch.int64))
+    for dtype in (torch.bool, torch.float32, torch.complex64):
+        with pytest.raises(ValueError, match="position_ids has dtype"):
+            model(ids, position_ids=torch.zeros_like(ids, dtype=dtype))
+
+
+def test_the_gap_is_measured_at_the_given_positions() -> None:
+    model, batch = model_of(), batch_of(split="test")
+    gap = train_decode_gap(model, batch, cc.Jacobi(40, 1))
+    assert gap.num_tokens > 0 and gap.max_difference < 1e-9
+    spread = train_decode_gap(model, batch | {"position_ids": batch["position_ids"] * 2}, cc.Jacobi(40, 1))
+    assert abs(spread.loss - gap.loss) > 1e-6
+
+
+def test_an_assistant_that_counts_its_positions() -> None:
+    model, counted = model_of(), build_model(tiny_recipe("rlt-1", task=TASK | {"name": "addition"})).double().eval()
+    one = PLACES.example("test", 9, 1)
+    ids = torch.tensor([one.tokens[:20]])
+    prompt = {"position_ids": torch.tensor([one.positions])[:, :20], "attention_mask": torch.ones_like(ids)}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(ids, **prompt, **settings)
+    assert torch.equal(model.generate(ids, **prompt, **settings, assistant_model=counted), alone)
+
+
+class Leaping(AdditionPlaces):
+    """Its answers do not stand one after the other."""
+
+    name = "leaping"
+
+    def positions(self, numbers: Any, payload: Any, split: Any) -> tuple[int, ...]:
+        return tuple(2 * place for place in super().positions(numbers, payload, split))
+
+
+def test_answers_that_leap_are_not_generated() -> None:
+    with pytest.raises(ValueError, match="must rise by 1"):
+        list(predict(model_of(), Examples(Leaping(), "test", (4,), 2, seed=3), generates=True))
+
+
+def test_tasks_that_contradict_themselves_are_refused() -> None:
+    class Silent(Leaping):
+        has_positions = False
+
+    class Short(Leaping):
+        def positions(self, *given: Any) -> tuple[int, ...]:
+            return super().positions(*given)[1:]
+
+    class Mute(AdditionPlaces):
+        positions = Task.positions  # type: ignore[assignment]
+
+    for task in (Silent(), Mute()):
+        with pytest.raises(ValueError, match="both or neither of has_positions"):
+            register_task(task)
+    with pytest.raises(ValueError, match="leaping gives 8 positions for 8 symbols and BOS"):
+        Short().example("test", 2, 0)

@@ -164,6 +164,8 @@ def model_with_feedback(model: Any) -> RecurrentCausalLM:
     inner = recurrent_model(model)
     if inner.config.feedback_interval is None:
         raise ValueError("this model has feedback_interval=None: no state is read, so there is none to change.")
+    if getattr(inner.config, "given_positions", False):
+        raise ValueError("this model has given_positions=True, and prompts say nothing of where their tokens stand.")
     return inner
 
 

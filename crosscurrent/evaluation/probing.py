@@ -54,7 +54,8 @@ def read_inputs(model: RecurrentCausalLM, batch: Batch) -> tuple[dict[str, Tenso
     inputs = {name: as_rows(given[name]).to(model.device) for name in names if given.get(name) is not None}
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     shape = check_token_ids(ids, None, model.config.get_text_config().vocab_size)
-    positions = inputs.pop("position_ids", None)
+    tells_documents = not getattr(model.config, "given_positions", False)  # else they say where tokens stand
+    positions = inputs.pop("position_ids", None) if tells_documents else None
     read_mask("recurrent_mask", inputs.get("recurrent_mask"), shape, ids.device)
     labels = documents_of_batch(shape, ids.device, mask, inputs.get("segment_ids"), positions)
     if positions is not None and bool((labels > 0).any()):

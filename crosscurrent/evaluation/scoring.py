@@ -199,6 +199,14 @@ def _stack(parts: list[Tensor]) -> Tensor:
     return torch.cat([F.pad(part, (0, width - part.shape[1]), value=IGNORED) for part in parts])
 
 
+def _refuse_leaps(positions: Tensor | None, asked: Tensor) -> None:
+    """Raise ValueError if tokens of an answer do not stand one after the other, as those that are generated do."""
+    if positions is not None and bool((positions.diff(dim=1) != 1)[asked[:, 1:] & asked[:, :-1]].any()):
+        raise ValueError(
+            "positions of held-out answers must rise by 1 from token to token, or they cannot be generated."
+        )
+
+
 @torch.no_grad()
 def _generate(model: PreTrainedModel, batch: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     """[B, S] the tokens that the model writes after each prompt, as many as the answer has, IGNORED after that.
@@ -209,6 +217,7 @@ def _generate(model: PreTrainedModel, batch: dict[str, Tensor], options: dict[st
     starts = (batch["answers"] != IGNORED).to(torch.int8).argmax(dim=1)
     written = torch.full_like(targets, IGNORED)
     given = inputs_for(model, batch)
+    _refuse_leaps(given.get("position_ids"), batch["answers"] != IGNORED)
     for start in starts.unique().tolist():
         rows = (starts == start).nonzero().flatten()
         prompts = {name: values[rows, : start + 1].to(model.device) for name, values in given.items()}

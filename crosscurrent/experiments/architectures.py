@@ -52,6 +52,11 @@ class Size(Settings):
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     vocab_size: Count | None = None
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model can be told where its tokens stand."""
+        return False
+
     @abstractmethod
     def build(self, vocab_size: int) -> PreTrainedModel:
         """A new model with random weights.
@@ -75,6 +80,10 @@ class TransformerRecipe(Size):
     positions: Literal["rope", "none"] = "rope"
     num_key_value_heads: Count | None = None
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+
+    @property
+    def takes_positions(self) -> bool:
+        return self.positions == "rope"
 
     def build(self, vocab_size: int) -> PreTrainedModel:
         config = self._llama(vocab_size)
@@ -118,6 +127,10 @@ class T2MLRRecipe(TransformerRecipe):
     feedback_interval: Count | None = 1
     solver: SolverSettings = {"name": "jacobi", "iterations": 16, "backward_iterations": 4}
 
+    @property
+    def takes_positions(self) -> bool:
+        return False  # positions that restart tell it documents
+
     def build(self, vocab_size: int) -> PreTrainedModel:
         config = T2MLRConfig(
             base_config=self._llama(vocab_size),
@@ -148,6 +161,10 @@ class RLTRecipe(Size):
     tie_encoder_decoder: bool = False
     given_positions: bool = False
     solver: SolverSettings = {"name": "sequential"}
+
+    @property
+    def takes_positions(self) -> bool:
+        return self.given_positions
 
     def build(self, vocab_size: int) -> PreTrainedModel:
         config = RLTConfig(

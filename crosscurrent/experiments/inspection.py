@@ -19,6 +19,7 @@ _RLT_SETTINGS = (
     "feedback_scale",
     "state_noise",
     "tie_encoder_decoder",
+    "given_positions",
 )
 
 

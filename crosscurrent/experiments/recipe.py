@@ -27,7 +27,6 @@ from crosscurrent.experiments.architectures import (
     Size,
     SolverSettings,
     T2MLRRecipe,
-    TransformerRecipe,
 )
 from crosscurrent.experiments.settings import Settings
 from crosscurrent.suggestions import did_you_mean
@@ -389,7 +388,10 @@ class Recipe(Settings):
         begin = self.training.decay_from_length
         if begin is not None and (growth is None or not growth.first < begin <= growth.last):
             grown = "does not grow with the loss" if growth is None else f"grows from {growth.first} to {growth.last}"
-            raise ValueError(f"training.decay_from_length={begin} is never come to: curriculum.max_length {grown}.")
+            raise ValueError(
+                f"training.decay_from_length={begin}: curriculum.max_length {grown}. Give a length above the first, and "
+                "no more than the last."
+            )
         if self.curriculum.longest_share and len(lengths) == 1:
             raise ValueError(f"curriculum.longest_share has no effect: task.train_lengths are {lengths[0]} alone.")
 
@@ -403,21 +405,20 @@ class Recipe(Settings):
         if self.model.solver["name"] != "sequential":
             raise ValueError(f"curriculum.state_noise needs the solver sequential, not {self.model.solver['name']}.")
         Steps([(0, self.model.state_noise), *points])  # refuses lengths that do not rise
-        longest = max(self.task.train_lengths) if self.curriculum.growth is None else self.curriculum.growth.last
-        if self.curriculum.max_length is None or not points or points[-1][0] > longest:
+        curve = self.curriculum.max_length
+        longest = 0.0 if curve is None else curve.growth.last if curve.growth is not None else max(curve.ends)
+        if not points or points[-1][0] > longest:
             raise ValueError(
                 f"curriculum.state_noise={[list(point) for point in points]}: give (greatest length, noise) pairs that "
-                f"curriculum.max_length comes to, up to {longest}."
+                f"curriculum.max_length comes to, up to {longest:g}."
             )
 
     def _check_positions(self) -> None:
         """Raise ValueError unless the model takes the task's positions, and no others."""
         model, has_positions = self.model, self.task.task.has_positions
-        takes = isinstance(model, RLTRecipe) and model.given_positions
-        if takes and not has_positions:
+        if isinstance(model, RLTRecipe) and model.given_positions and not has_positions:
             raise ValueError(f"model.given_positions has no effect: {self.task.name} has no positions of its own.")
-        is_llama = type(model) is TransformerRecipe and model.positions == "rope"
-        if has_positions and not takes and not is_llama:
+        if has_positions and not model.takes_positions:
             raise ValueError(
                 f"{self.task.name} says where its tokens stand, and this model does not take that: allowed are "
                 "architecture=rlt with given_positions=true, and architecture=transformer with positions=rope."

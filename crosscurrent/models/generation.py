@@ -87,6 +87,11 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         is_assistant = getattr(kwargs.get("generation_config"), "is_assistant", False)
         if prompt is not None and not is_assistant:
             check_prompt(prompt, recurrent_mask, kwargs.get(CACHE_NAME))
+        if self._takes_positions and kwargs.get("position_ids") is None and not is_assistant:
+            raise ValueError(
+                "config.given_positions is set: generate needs position_ids [batch, tokens] of the prompt. Each new token "
+                "stands one further."
+            )
         if prompt_recurrence is None:
             prompt_recurrence = getattr(self.config, "prompt_recurrence", True)
         if recurrent_mask is None and not prompt_recurrence and prompt is not None and not is_assistant:
@@ -99,6 +104,10 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         if isinstance(output, GenerateBeamDecoderOnlyOutput):  # its cache follows the running beams
             return type(output)(**{name: value for name, value in output.items() if name != CACHE_NAME})
         return output
+
+    @property
+    def _takes_positions(self) -> bool:
+        return bool(getattr(self.config, "given_positions", False))
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The mask as it is: `forward` makes those of the layers, and knows of documents and padding by it."""
@@ -173,6 +182,11 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         return None
 
     def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        if self._takes_positions and generation_config.guidance_scale not in (None, 1):
+            raise ValueError(
+                f"guidance_scale={generation_config.guidance_scale} is not supported with config.given_positions: the "
+                "unconditional sequence has no positions."
+            )
         refuse_unguided_rows(generation_config, kwargs["encoder_input_ids"], kwargs.get("negative_prompt_ids"))
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
         guide(processors, self, kwargs["model_kwargs"])

@@ -115,7 +115,7 @@ def document_labels(
         ValueError: the ids' shape or dtype does not fit, one is negative, or they go backwards.
     """
     if segment_ids is None and position_ids is not None:
-        segment_ids = _segments_from_positions(position_ids.to(is_real.device).expand(is_real.shape))
+        segment_ids = _segments_from_positions(read_positions(position_ids, is_real))
     if segment_ids is None:
         return torch.where(is_real, current.clamp(min=0)[:, None], PADDING)
     if segment_ids.shape != is_real.shape or segment_ids.is_floating_point():
@@ -149,6 +149,23 @@ def documents_of_batch(
     is_real = real_tokens(attention_mask, shape, None, device)
     positions = position_ids if attention_mask is None else None
     return document_labels(segment_ids, positions, is_real, torch.full(shape[:1], PADDING, device=device))
+
+
+def read_positions(position_ids: Tensor, is_real: Tensor) -> Tensor:
+    """[B, T] from position_ids [B or 1, T].
+
+    Raises:
+        ValueError: their shape or dtype does not fit.
+    """
+    fits = position_ids.dim() == 2 and position_ids.shape[1] == is_real.shape[1]
+    if not fits or position_ids.shape[0] not in (1, is_real.shape[0]):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}: it needs one value per token of this call, "
+            f"{tuple(is_real.shape)}."
+        )
+    if position_ids.dtype == torch.bool or position_ids.is_complex() or position_ids.is_floating_point():
+        raise ValueError(f"position_ids has dtype {position_ids.dtype}: integers are needed.")
+    return position_ids.to(is_real.device).expand(is_real.shape)
 
 
 def _segments_from_positions(position_ids: Tensor) -> Tensor | None:

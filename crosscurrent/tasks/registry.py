@@ -26,6 +26,8 @@ def register_task(task: Task) -> Task:
     missing = [name for name in ("name", "vocabulary", "chance", "lengths") if not getattr(task, name, None)]
     if missing or not isinstance(task.name, str):
         raise ValueError(f"{type(task).__name__} needs {' and '.join(missing) or 'a name that is text'}.")
+    if task.has_positions != (type(task).positions is not Task.positions):
+        raise ValueError(f"{task.name} needs both or neither of has_positions = True and a method `positions`.")
     if BOS not in task.vocabulary or len(set(task.vocabulary)) < len(task.vocabulary):
         raise ValueError(f"the vocabulary of {task.name} needs {BOS!r}, and each symbol once.")
     if task.name in _TASKS:

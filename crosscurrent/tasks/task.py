@@ -95,7 +95,11 @@ class Task(ABC):
         """What is read, and what is to be predicted where."""
 
     def positions(self, numbers: random.Random, payload: Symbols, split: Split) -> tuple[int, ...]:
-        """Where each token stands, BOS first, for tasks that say so themselves; the layout has as many symbols and a BOS."""
+        """Where each token stands, BOS first, for tasks that say so themselves (`has_positions`).
+
+        As many as the layout reads, and one for BOS. In validation and test those of an answer that is to be generated rise
+        by 1.
+        """
         raise NotImplementedError
 
     def check_length(self, length: int, split: Split) -> None:
@@ -161,6 +165,10 @@ class Task(ABC):
         if self.has_positions:
             numbers = random_numbers(f"positions of {self.name}", split, length, index, seed)
             positions = self.positions(numbers, payload, split)
+            if len(positions) != len(layout.read) + 1:
+                raise ValueError(
+                    f"{self.name} gives {len(positions)} positions for {len(layout.read)} symbols and BOS: give one each."
+                )
         return Example(self.encode(layout.read), (IGNORED, *targets), num_prompt, positions)
 
     def encode(self, symbols: Sequence[str]) -> tuple[int, ...]:

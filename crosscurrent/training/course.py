@@ -64,12 +64,12 @@ class Course:
         """Take note of a row of the metrics file: of a step with its `loss`, or of a validation."""
         if "loss" in row and self.growth is not None and self._grown is not None:
             self._grown = self.growth.after(self._grown, row["loss"])
-            if self._is_learned(self._grown):
-                self._decay_from = min(self._decay_from, row["step"])
+            if self._begins_decay(self._grown):
+                self._decay_from = min(self._decay_from, max(row["step"], self.warmup_steps))
         if self.solved and "validation_loss" in row:
             self._is_solved = all(row[name] >= share for name, share in self.solved.items())
 
-    def _is_learned(self, grown: Grown) -> bool:
+    def _begins_decay(self, grown: Grown) -> bool:
         return grown.is_complete if self.decay_from_length is None else grown.value >= self.decay_from_length
 
     def is_over(self, step: int) -> bool:

@@ -16,7 +16,7 @@ from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.call import Call, begin_call
 from crosscurrent.models.generation import RecurrentCausalLM
 from crosscurrent.models.growing import GrowingLayer
-from crosscurrent.models.inputs import refuse_misspelt_arguments
+from crosscurrent.models.inputs import read_positions, refuse_misspelt_arguments
 from crosscurrent.models.outputs import RecurrentCausalLMOutput, causal_lm_loss
 from crosscurrent.models.rlt.configuration_rlt import RLTConfig
 from crosscurrent.models.rlt.decoder import Decoder, DecoderRun, Memory, Window, seen_causally, seen_in_window
@@ -373,12 +373,7 @@ def _positions(position_ids: Tensor | None, plan: Plan, are_given: bool) -> Tens
     if position_ids is None:
         return plan.positions
     is_real = plan.labels != PADDING
-    if position_ids.shape[-1] != is_real.shape[1] or position_ids.shape[0] not in (1, is_real.shape[0]):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)}: it needs one value per token of this call, "
-            f"{tuple(is_real.shape)}."
-        )
-    given = position_ids.to(is_real.device).expand_as(is_real)
+    given = read_positions(position_ids, is_real)
     if not are_given and bool((given != plan.positions)[is_real].any()):
         raise ValueError(
             "position_ids differ from the positions that an RLT counts itself, from 0 over the real tokens of each "
