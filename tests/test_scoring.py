@@ -35,7 +35,7 @@ class Oracle(nn.Module):
                 wrong = [(target + 1) % self.size if target != IGNORED else target for target in one.targets]
                 self.known[one.tokens] = tuple(wrong) if index < wrong_rows else one.targets
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = [tuple(ids[keep.bool()].tolist()) for ids, keep in zip(input_ids, mask, strict=True)]
         answers = [self.known[row] for row in rows]

@@ -394,6 +394,7 @@ def test_examples_stay_what_they_are() -> None:
     payloads = {name: "".join(get_task(name).payload("test", 11, 7, seed=1))[-60:] for name in SEQUENCE_TASKS}
     assert payloads == {
         "addition": "53561872254+69532565199",
+        "addition_places": "02916885523+99511625577",
         "mod5_brackets": "(3-(-4x-4))",
         "mod5_flat": "4x3x1x1-3-4",
         "parity": "00011010000",
