@@ -53,8 +53,9 @@ class AssistedDecoding(GenerationMixin):
             if mask is None and not getattr(assistant.config, "prompt_recurrence", True):
                 mask = torch.zeros_like(input_ids, dtype=torch.bool)
             shared |= {} if mask is None else {"recurrent_mask": mask}
-            if not getattr(assistant.config, "given_positions", False) and getattr(
-                self.config, "given_positions", False
+            own: Any = self
+            if getattr(own.config, "given_positions", False) and not getattr(
+                assistant.config, "given_positions", False
             ):
                 shared.pop("position_ids", None)  # it counts its own
         return transformers_own._get_candidate_generator(
