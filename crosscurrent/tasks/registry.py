@@ -47,7 +47,7 @@ def get_task(name: str) -> Task:
         0.5
         >>> get_task("partiy")
         Traceback (most recent call last):
-        ValueError: there is no task 'partiy'. Did you mean 'parity'? Tasks: addition, mod5_brackets, ...
+        ValueError: there is no task 'partiy'. Did you mean 'parity'? Tasks: addition, addition_places, ...
     """
     if not isinstance(name, str) or name not in _TASKS:
         raise ValueError(f"there is no task {name!r}.{did_you_mean(name, _TASKS)} Tasks: {', '.join(task_names())}.")
