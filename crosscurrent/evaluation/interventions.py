@@ -20,6 +20,7 @@ from crosscurrent.evaluation.probing import undisturbed
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.generation import RecurrentCausalLM
+from crosscurrent.models.inputs import positions_are_given
 from crosscurrent.models.sharding import weights_come_and_go
 from crosscurrent.models.wrapped import recurrent_model
 from crosscurrent.recurrence.problem import check_count
@@ -164,7 +165,7 @@ def model_with_feedback(model: Any) -> RecurrentCausalLM:
     inner = recurrent_model(model)
     if inner.config.feedback_interval is None:
         raise ValueError("this model has feedback_interval=None: no state is read, so there is none to change.")
-    if getattr(inner.config, "given_positions", False):
+    if positions_are_given(inner.config):
         raise ValueError("this model has given_positions=True, and prompts say nothing of where their tokens stand.")
     return inner
 

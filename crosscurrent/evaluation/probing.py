@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crosscurrent.models.generation import RecurrentCausalLM
-from crosscurrent.models.inputs import check_token_ids, documents_of_batch, read_mask
+from crosscurrent.models.inputs import check_token_ids, documents_of_batch, positions_are_given, read_mask
 
 Batch = Tensor | Mapping[str, Any]
 
@@ -54,7 +54,7 @@ def read_inputs(model: RecurrentCausalLM, batch: Batch) -> tuple[dict[str, Tenso
     inputs = {name: as_rows(given[name]).to(model.device) for name in names if given.get(name) is not None}
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     shape = check_token_ids(ids, None, model.config.get_text_config().vocab_size)
-    tells_documents = not getattr(model.config, "given_positions", False)  # else they say where tokens stand
+    tells_documents = not positions_are_given(model.config)  # else they say where tokens stand
     positions = inputs.pop("position_ids", None) if tells_documents else None
     read_mask("recurrent_mask", inputs.get("recurrent_mask"), shape, ids.device)
     labels = documents_of_batch(shape, ids.device, mask, inputs.get("segment_ids"), positions)

@@ -9,6 +9,7 @@ from transformers import GenerationMixin
 
 from crosscurrent.models.cache import RecurrentCache
 from crosscurrent.models.compat import CACHE_NAME
+from crosscurrent.models.inputs import positions_are_given
 from crosscurrent.recurrence import Sequential
 
 
@@ -54,9 +55,7 @@ class AssistedDecoding(GenerationMixin):
                 mask = torch.zeros_like(input_ids, dtype=torch.bool)
             shared |= {} if mask is None else {"recurrent_mask": mask}
             own: Any = self
-            if getattr(own.config, "given_positions", False) and not getattr(
-                assistant.config, "given_positions", False
-            ):
+            if positions_are_given(own.config) and not positions_are_given(assistant.config):
                 shared.pop("position_ids", None)  # it counts its own
         return transformers_own._get_candidate_generator(
             *args, input_ids=input_ids, assistant_model=assistant_model, model_kwargs=shared, **kwargs

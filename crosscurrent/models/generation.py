@@ -14,6 +14,7 @@ from crosscurrent.models.assisted import AssistedDecoding
 from crosscurrent.models.cache import RecurrentCache, as_recurrent_cache
 from crosscurrent.models.compat import CACHE_NAME
 from crosscurrent.models.guidance import guide, refuse_unguided_rows
+from crosscurrent.models.inputs import positions_are_given
 from crosscurrent.models.loading import CheckedLoading
 from crosscurrent.models.prompts import (
     check_prompt,
@@ -87,7 +88,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         is_assistant = getattr(kwargs.get("generation_config"), "is_assistant", False)
         if prompt is not None and not is_assistant:
             check_prompt(prompt, recurrent_mask, kwargs.get(CACHE_NAME))
-        if self._takes_positions and kwargs.get("position_ids") is None and not is_assistant:
+        if positions_are_given(self.config) and kwargs.get("position_ids") is None and not is_assistant:
             raise ValueError(
                 "config.given_positions is set: generate needs position_ids [batch, tokens] of the prompt. Each new token "
                 "stands one further."
@@ -104,10 +105,6 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         if isinstance(output, GenerateBeamDecoderOnlyOutput):  # its cache follows the running beams
             return type(output)(**{name: value for name, value in output.items() if name != CACHE_NAME})
         return output
-
-    @property
-    def _takes_positions(self) -> bool:
-        return bool(getattr(self.config, "given_positions", False))
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The mask as it is: `forward` makes those of the layers, and knows of documents and padding by it."""
@@ -182,7 +179,7 @@ class RecurrentCausalLM(CheckedLoading, CheckedSaving, AssistedDecoding, Generat
         return None
 
     def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
-        if self._takes_positions and generation_config.guidance_scale not in (None, 1):
+        if positions_are_given(self.config) and generation_config.guidance_scale not in (None, 1):
             raise ValueError(
                 f"guidance_scale={generation_config.guidance_scale} is not supported with config.given_positions: the "
                 "unconditional sequence has no positions."

@@ -151,6 +151,11 @@ def documents_of_batch(
     return document_labels(segment_ids, positions, is_real, torch.full(shape[:1], PADDING, device=device))
 
 
+def positions_are_given(config: Any) -> bool:
+    """Whether a model of this configuration is told where its tokens stand (`RLTConfig.given_positions`)."""
+    return bool(getattr(config, "given_positions", False))
+
+
 def read_positions(position_ids: Tensor, is_real: Tensor) -> Tensor:
     """[B, T] from position_ids [B or 1, T].
 
