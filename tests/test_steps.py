@@ -173,7 +173,10 @@ def test_recomputing_keeps_less() -> None:
 @pytest.mark.parametrize("subject", RLTS)
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["float32", "autocast"])
 def test_weights_in_another_order(subject: str, is_autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reordered for oneDNN's kernels, in float32 and under bfloat16 autocast, weights give what they give as they are."""
+    """Reordered for oneDNN's kernels, in float32 and under bfloat16 autocast, weights give what they give as they are.
+
+    Processors without bfloat16 instructions keep the order there.
+    """
     monkeypatch.setattr(steps, "_FEWEST_ELEMENTS", 1)
     reordered: list[bool] = []
     ordered = steps._ordered
@@ -192,7 +195,8 @@ def test_weights_in_another_order(subject: str, is_autocast: bool, monkeypatch: 
         return loss, gradients(model, loss)
 
     loss, found = measured()
-    assert reordered and all(reordered)
+    is_reordered = not is_autocast or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert reordered and set(reordered) == {is_reordered}
     with step_by_step():
         expected_loss, expected = measured()
     tolerance = 0.1 if is_autocast else 1e-4
