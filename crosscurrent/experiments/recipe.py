@@ -144,23 +144,23 @@ class TrainingRecipe(OptimizationRecipe):
             `max_steps - decay_steps`. The run is over then. null: the cosine.
         decay_from_length: that fall begins once `curriculum.max_length` has grown to this length, and lengths go on growing
             in it; null: once the last is learned.
-        decay_again_from: if a run is not solved (`solved_at`) at the end of that fall, there is another one, from this share
-            of learning_rate, and so on, as long as max_steps has room for a whole one. null: there is one.
         decay_shape: of that fall: "linear", a straight line, or "exponential", by the same factor in each step, so that more
             of the steps have a low rate.
         max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size, but at least
             one. null: no limit.
-        solved_at: the run is over once the task's first metric comes to this share at every validation length; with
-            decay_again_from it is looked at when a fall of the learning rate ends. null: it is not looked at.
+        solved_at: the run is over once the task's first metric comes to this share at every validation length. null: it is
+            not looked at.
+        ema_decay: validated, tested and saved are not the weights of a step but their exponential moving average, in which
+            what there is so far has this weight when another step is added. null: the weights of a step.
     """
 
     mup_base_width: Count | None = None
     decay_steps: Count | None = None
     decay_from_length: Count | None = None
-    decay_again_from: Annotated[float, Field(gt=0, le=1)] | None = None
     decay_shape: Literal["linear", "exponential"] = "linear"
     max_tokens: Count | None = None
     solved_at: Annotated[float, Field(gt=0, le=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
     def _decays_in_time(self) -> "TrainingRecipe":
@@ -173,15 +173,6 @@ class TrainingRecipe(OptimizationRecipe):
             )
         if self.decay_from_length is not None and self.decay_steps is None:
             raise ValueError("decay_from_length needs decay_steps: without them there is no final decay.")
-        if self.decay_again_from is not None and (self.decay_steps is None or self.solved_at is None):
-            raise ValueError(
-                "decay_again_from needs decay_steps, and solved_at, which says when another decay is needed."
-            )
-        if self.decay_again_from is not None and self.decay_again_from * self.learning_rate < self.min_learning_rate:
-            raise ValueError(
-                f"decay_again_from={self.decay_again_from} of learning_rate={self.learning_rate} is below "
-                f"min_learning_rate={self.min_learning_rate}: there is nothing to fall."
-            )
         if self.decay_shape == "exponential" and (self.decay_steps is None or self.min_learning_rate == 0):
             raise ValueError("decay_shape=exponential needs decay_steps, and a min_learning_rate above 0 to fall to.")
         return self

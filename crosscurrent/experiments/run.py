@@ -26,6 +26,7 @@ from crosscurrent.experiments.running import Feedback, run_in_folder, training_a
 from crosscurrent.experiments.saving import save_model
 from crosscurrent.files import partial_name, write_whole
 from crosscurrent.recurrence import solver_from_dict
+from crosscurrent.training.averaging import WeightAverage, load_average
 from crosscurrent.training.checkpoints import checkpoint_folder, complete_steps, keep_only, one_kind_of_write_error
 from crosscurrent.training.course import Course, FollowsCourse
 from crosscurrent.training.schedules import Steps
@@ -130,7 +131,6 @@ def _course(recipe: Recipe) -> Course:
         is_exponential=training.decay_shape == "exponential",
         growth=growth.along(task.train_lengths) if growth is not None else None,
         decay_from_length=training.decay_from_length,
-        decay_again_from=training.decay_again_from,
         solved=None if training.solved_at is None else dict.fromkeys(judged, training.solved_at),
     )
 
@@ -186,6 +186,7 @@ def _trainer(
         longest=longest,
         validation=examples_of(recipe, "validation"),
         logit_scale=share,
+        average=None if training.ema_decay is None else WeightAverage(training.ema_decay),
         restore=feedback.restore,
         args=arguments,
         optimizers=(optimizer, LambdaLR(optimizer, course.learning_rate_share) if has_decay else None),
@@ -224,9 +225,10 @@ def _finish(recipe: Recipe, folder: RunFolder, name: str) -> None:
     """Select, test and write the result."""
     validations = folder.metrics.validations()
     selected = best_step(validations)
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint_folder(folder.checkpoints, selected), dtype=torch.float32
-    ).eval()
+    checkpoint = checkpoint_folder(folder.checkpoints, selected)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    if recipe.training.ema_decay is not None:
+        load_average(model, checkpoint)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     if recipe.training.mup_base_width is not None:

@@ -22,10 +22,8 @@ class Course:
         growth: of the greatest length; None: it does not hang on losses.
         decay_from_length: the final decay begins when the growth has come to this length; None: when it is complete. Without
             a growth, or if it takes too long, it begins in time to end at max_steps.
-        decay_again_from: share of the learning rate from which another decay begins, if at the end of one the run is not
-            solved and there are steps for another; None: there is one decay.
         solved: for each name in a row of validation the value from which on it counts as solved. The run is over once all
-            are reached, with decay_again_from at the ends of decays only; none: that does not end it.
+            are reached; none: that does not end it.
 
     Example:
         >>> course = Course(max_steps=100, decay_steps=10, growth=Growth((2, 3), 1.5, loss_below=0.1, min_steps=1))
@@ -44,13 +42,11 @@ class Course:
         is_exponential: bool = False,
         growth: Growth | None = None,
         decay_from_length: int | None = None,
-        decay_again_from: float | None = None,
         solved: Mapping[str, float] | None = None,
     ):
         self.max_steps, self.decay_steps, self.warmup_steps = max_steps, decay_steps, warmup_steps
         self.final_share, self.is_exponential = final_share, is_exponential
         self.growth, self.decay_from_length, self.solved = growth, decay_from_length, dict(solved or {})
-        self.decay_again_from = decay_again_from
         self._grown = None if growth is None else growth.start()
         self._decay_from = max(max_steps - (decay_steps or 0), 0)
         self._is_solved = False
@@ -74,30 +70,17 @@ class Course:
 
     def is_over(self, step: int) -> bool:
         """Whether nothing is left to do after `step` steps."""
-        if step >= self.max_steps:
-            return True
-        if self.decay_again_from is None:
-            return self._is_solved or self.ends_decay(step)
-        assert self.decay_steps is not None
-        return self.ends_decay(step) and (self._is_solved or step + self.decay_steps > self.max_steps)
-
-    def ends_decay(self, step: int) -> bool:
-        """Whether a decay has come to its end after `step` steps."""
-        if self.decay_steps is None or step < self._decay_from + self.decay_steps:
-            return False
-        return self.decay_again_from is None or (step - self._decay_from) % self.decay_steps == 0
+        has_decayed = self.decay_steps is not None and step >= self._decay_from + self.decay_steps
+        return self._is_solved or has_decayed or step >= self.max_steps
 
     def learning_rate_share(self, step: int) -> float:
         """Of the learning rate, in the step after `step` steps, if there is a final decay."""
         assert self.decay_steps is not None
         risen = min(step / self.warmup_steps, 1.0) if self.warmup_steps else 1.0
-        first, decayed = 1.0, max(step - self._decay_from, 0) / self.decay_steps
-        if self.decay_again_from is not None and decayed >= 1:
-            first, decayed = self.decay_again_from, decayed % 1
-        decayed = min(decayed, 1.0)
+        decayed = min(max(step - self._decay_from, 0) / self.decay_steps, 1.0)
         if self.is_exponential:
-            return risen * first * (self.final_share / first) ** decayed
-        return risen * (first - decayed * (first - self.final_share))
+            return risen * self.final_share**decayed
+        return risen * (1.0 - decayed * (1.0 - self.final_share))
 
 
 class FollowsCourse(TrainerCallback):
@@ -111,9 +94,7 @@ class FollowsCourse(TrainerCallback):
         self.course = course
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.course.ends_decay(state.global_step):
-            control.should_evaluate = control.should_save = True  # which tells whether it is over
-        elif self.course.is_over(state.global_step):
+        if self.course.is_over(state.global_step):
             control.should_evaluate = control.should_save = control.should_training_stop = True
 
     def on_log(

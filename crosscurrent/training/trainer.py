@@ -23,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from crosscurrent.data.generated import TrainingExamples, inputs_for
 from crosscurrent.evaluation.scoring import Examples, metrics_of, predict
 from crosscurrent.tasks import IGNORED
+from crosscurrent.training.averaging import WeightAverage
 from crosscurrent.training.checkpoints import keep_only, mark_complete, one_kind_of_write_error
 from crosscurrent.training.telemetry import MetricsFile, best_step
 
@@ -72,6 +73,7 @@ class TaskTrainer(RunTrainer):
         longest: how long examples may be in the step after so many; None: as long as there are.
         validation: the examples to validate on.
         logit_scale: a factor of the logits in the loss (see `crosscurrent.training.width`).
+        average: of the weights, which is what is validated; None: the weights themselves.
         kwargs: as RunTrainer.
     """
 
@@ -82,6 +84,7 @@ class TaskTrainer(RunTrainer):
         longest: Callable[[int], int | None],
         validation: Examples,
         logit_scale: float = 1.0,
+        average: WeightAverage | None = None,
         **kwargs: Any,
     ):
         super().__init__(
@@ -89,6 +92,10 @@ class TaskTrainer(RunTrainer):
         )
         self.examples, self.longest = examples, longest
         self.validation, self.logit_scale = validation, logit_scale
+        self.average = average
+        if average is not None:
+            # First of all: others take the checkpoint for complete, or end the training.
+            self.callback_handler.callbacks.insert(0, average)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """The microbatches of a step, and how many targets they have together, over all processes."""
@@ -115,7 +122,7 @@ class TaskTrainer(RunTrainer):
 
         Every process computes all of it, so that all decide alike.
         """
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.model) if self.average is None else self.average.model
         model.eval()
         metrics: dict[str, float] = {}
         losses = []
