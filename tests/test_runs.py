@@ -364,7 +364,7 @@ def test_two_processes_come_to_the_weights_of_one(tmp_path: Path) -> None:
     growth = {"first": 3, "last": 6, "factor": 1.5, "loss_below": 100.0, "min_steps": 2}  # the loss of both decides
     recipe = tiny_recipe(
         "rlt-2",
-        training={"microbatch_size": 4, "max_tokens": 18, "decay_steps": 2},
+        training={"microbatch_size": 4, "max_tokens": 18, "decay_steps": 2, "ema_decay": 0.5},
         curriculum={"max_length": {"growth": growth}, "longest_share": 0.5},
     )
     (tmp_path / "my.yaml").write_text(write_yaml(recipe))
