@@ -4,6 +4,7 @@ from typing import Any
 
 from crosscurrent.experiments.recipe import Recipe
 from crosscurrent.experiments.settings import merge, validated
+from crosscurrent.experiments.study import recipe_names
 
 MODELS: dict[str, dict[str, Any]] = {
     "rlt-1": {"architecture": "rlt", "num_decoder_layers": 1},
@@ -47,3 +48,16 @@ def study_defaults(model: str = "transformer", /, **changes: Any) -> dict[str, A
 def tiny_recipe(model: str = "rlt-1", /, **changes: Any) -> Recipe:
     """A recipe of six steps on parity."""
     return validated(Recipe, tiny_values(model, **changes), "tiny")
+
+
+def every_task_and_every_model(*families: str) -> list[str]:
+    """Shipped recipes of these families in which each task and each model of a study comes at least once."""
+    chosen: list[str] = []
+    seen: set[tuple[str, str, str]] = set()
+    for name in recipe_names():
+        study, task, model = name.rsplit("/", 2)
+        parts = {(study, "task", task), (study, "model", model)}
+        if name.startswith(families) and not parts <= seen:
+            chosen.append(name)
+            seen |= parts
+    return chosen

@@ -28,11 +28,12 @@ from crosscurrent.experiments.finetuning.report import Entry, difference, read_c
 from crosscurrent.experiments.finetuning.run import build_finetuned, run_finetune
 from crosscurrent.experiments.finetuning.step_time import _Step, step_time_ratio
 from crosscurrent.experiments.settings import merge, validated
-from crosscurrent.experiments.study import find_recipe, recipe_names
+from crosscurrent.experiments.study import find_recipe
 from crosscurrent.models.outputs import IGNORED
 from crosscurrent.suggestions import differences
 from crosscurrent.tasks.reasoning import get_reasoning_task
 from crosscurrent.tasks.reasoning.variable_assignment import VariableAssignment
+from tests.recipes import every_task_and_every_model
 from tests.tiny_base import save_tiny_base
 
 SMALL: dict[str, Any] = {
@@ -403,20 +404,7 @@ def all_data(folder: Path) -> Path:
     return folder
 
 
-def every_task_and_every_model() -> list[str]:
-    """Recipes in which each task and each model of a study comes at least once."""
-    chosen: list[str] = []
-    seen: set[tuple[str, str, str]] = set()
-    for name in recipe_names():
-        study, task, model = name.rsplit("/", 2)
-        parts = {(study, "task", task), (study, "model", model)}
-        if name.startswith("reasoning/") and not parts <= seen:
-            chosen.append(name)
-            seen |= parts
-    return chosen
-
-
-@pytest.mark.parametrize("name", every_task_and_every_model())
+@pytest.mark.parametrize("name", every_task_and_every_model("reasoning/"))
 def test_shipped_recipes_train_two_steps(name: str, base: Path, tmp_path: Path) -> None:
     """On a tiny base, and a few problems."""
     shipped = find_recipe(name)[1]
