@@ -33,7 +33,12 @@ T = 7
 EXACT = 1e-11  # float64 rounding on logits of order 1
 
 for_each_subject = pytest.mark.parametrize("subject", SUBJECTS)
-for_each_solver = pytest.mark.parametrize("solver", SOLVER_NAMES)
+# What the others add to these two is arithmetic of our own.
+ON_EACH_TRANSFORMERS = ("jacobi", "sequential")
+for_each_solver = pytest.mark.parametrize(
+    "solver",
+    [pytest.param(name, marks=() if name in ON_EACH_TRANSFORMERS else pytest.mark.once) for name in SOLVER_NAMES],
+)
 for_each_base = pytest.mark.parametrize("base_name", T2MLR_BASES)
 
 
