@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import crosscurrent.training.averaging as averaging_module
 import crosscurrent.training.trainer as trainer_module
 from crosscurrent.evaluation.scoring import predict
 from crosscurrent.experiments.run import examples_of, run
@@ -32,7 +34,8 @@ def test_the_average_is_the_moving_one_of_the_weights_after_each_step(
             found.append(load_file(folder / f"checkpoint-{step}" / f"{file}.safetensors"))
 
     monkeypatch.setattr(trainer_module, "mark_complete", noting)
-    recipe = tiny_recipe(training=TRAINING)
+    noisy = {"state_noise": 0.3}  # in training alone
+    recipe = tiny_recipe(training=TRAINING, model=noisy)
     result = run(recipe, tmp_path / "averaged")
     assert len(weights) == 5 and result is not None
     saved = load_file(tmp_path / "averaged" / "model" / "model.safetensors")
@@ -54,7 +57,7 @@ def test_the_average_is_the_moving_one_of_the_weights_after_each_step(
 
     # Training itself does not see it.
     monkeypatch.undo()
-    run(tiny_recipe(training=TRAINING | {"ema_decay": None}), tmp_path / "plain")
+    run(tiny_recipe(training=TRAINING | {"ema_decay": None}, model=noisy), tmp_path / "plain")
     losses = [
         [row["loss"] for row in RunFolder(tmp_path / name).metrics.rows() if "loss" in row]
         for name in ("averaged", "plain")
@@ -89,6 +92,20 @@ def test_averages_of_all_models_go_on_bit_for_bit(model: str, tmp_path: Path, mo
     assert validations[0] == validations[1]
 
 
-def test_there_is_no_average_before_training() -> None:
-    with pytest.raises(AssertionError, match="training has not begun"):
+def test_wrong_uses_are_refused() -> None:
+    with pytest.raises(ValueError, match="no average before training begins"):
         _ = WeightAverage(DECAY).model
+    for decay in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="give a number between 0 and 1"):
+            WeightAverage(decay)
+
+
+def test_a_disk_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(averaging_module, "save_model", full)
+    with pytest.raises(OSError, match=r"average\.safetensors cannot be written: No space left"):
+        run(tiny_recipe(training=TRAINING), tmp_path)
+    monkeypatch.undo()
+    assert run(tiny_recipe(training=TRAINING), tmp_path) is not None

@@ -98,6 +98,46 @@ def test_the_final_decay_begins_when_the_last_length_is_learned_or_at_the_latest
     assert not never.is_over(49) and never.is_over(50)
 
 
+def test_decays_come_again_until_solved() -> None:
+    growth = Growth((2, 3), 1.5, loss_below=0.1, smoothing=0.0, min_steps=1)
+    solved = {"validation_final_9": 1.0}
+    settings: dict[str, Any] = {
+        "decay_steps": 10,
+        "final_share": 0.04,
+        "decay_again_from": 0.25,
+        "growth": growth,
+        "solved": solved,
+    }
+    course = Course(35, is_exponential=True, **settings)
+    for step in (1, 2, 3, 4):
+        course.see({"step": step, "loss": 0.5 if step < 3 else 0.05})  # the last length is learned after 4 steps
+    shares = [course.learning_rate_share(step) for step in (3, 4, 9, 14, 19, 24, 29)]
+    assert shares == pytest.approx([1.0, 1.0, 0.2, 0.25, 0.1, 0.25, 0.1])
+    assert [step for step in range(36) if course.is_over(step)] == [34, 35]  # no room for a whole one
+    course.see({"step": 20, "validation_loss": 0.1, "validation_final_9": 1.0})
+    assert course.is_over(20)
+    straight = Course(34, **settings | {"final_share": 0.1, "decay_again_from": 0.5})
+    straight.see({"step": 3, "loss": 0.05})
+    straight.see({"step": 4, "loss": 0.05})
+    assert [straight.learning_rate_share(step) for step in (4, 9, 14, 19)] == pytest.approx([1.0, 0.55, 0.5, 0.3])
+
+
+@pytest.mark.parametrize("is_solved", [True, False])
+def test_a_run_decays_again_unless_solved(is_solved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = {"decay_again_from": 0.5, "solved_at": 1.0, "eval_steps": 5, "max_steps": 16}
+    original = trainer_module.metrics_of
+    monkeypatch.setattr(
+        trainer_module, "metrics_of", lambda *given: original(*given) | {"final": 1.0 if is_solved else 0.5}
+    )
+    run(growing(training=training), tmp_path)
+    rates = [row["learning_rate"] for row in steps_of(tmp_path)]
+    assert len(rates) == (5 if is_solved else 14)  # 6 to learn the lengths, and two decays of 4
+    validated = [row["step"] for row in RunFolder(tmp_path).metrics.validations()]
+    assert validated == ([5] if is_solved else [5, 10, 14])
+    if not is_solved:
+        assert rates[10] == pytest.approx(0.005) and rates[13] < rates[12] < rates[11] < rates[10]
+
+
 def test_a_run_grows_decays_and_ends(tmp_path: Path) -> None:
     run(growing(), tmp_path)
     steps = steps_of(tmp_path)
@@ -140,7 +180,7 @@ def test_a_run_that_was_stopped_grows_on_bit_for_bit(stop: int, tmp_path: Path) 
         {"loss_below": 0.75, "smoothing": 0.6},
         model={"state_noise": 0.3},
         curriculum={"state_noise": [[4, 0.5]]},
-        training=training | {"decay_from_length": 4, "ema_decay": 0.8},
+        training=training | {"decay_from_length": 4, "decay_again_from": 0.5, "solved_at": 1.0, "ema_decay": 0.8},
     )
     run(recipe, tmp_path / "whole")
     original = trainer_module.mark_complete
@@ -208,6 +248,11 @@ def test_a_solved_task_ends_the_run(tmp_path: Path) -> None:
             "decay_from_length=4: .* does not grow with the loss",
         ),
         ({"training": {"ema_decay": 1.0}}, "ema_decay"),
+        ({"training": {"decay_again_from": 0.5}}, "decay_again_from needs decay_steps, and solved_at"),
+        (
+            {"training": {"decay_again_from": 0.1, "solved_at": 1.0, "min_learning_rate": 0.005}},
+            "there is nothing to fall",
+        ),
         ({"curriculum": {"state_noise": [[7, 0.2]]}}, "pairs that curriculum.max_length comes to, up to 6"),
         (
             {"curriculum": {"state_noise": [[30, 0.2]], "max_length": {"steps": [[0, 3], [4, 5]]}}},

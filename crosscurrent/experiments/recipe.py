@@ -144,6 +144,8 @@ class TrainingRecipe(OptimizationRecipe):
             `max_steps - decay_steps`. The run is over then. null: the cosine.
         decay_from_length: that fall begins once `curriculum.max_length` has grown to this length, and lengths go on growing
             in it; null: once the last is learned.
+        decay_again_from: at the end of that fall there is another one, from this share of learning_rate, and so on, as long
+            as the run is not solved (`solved_at`) and max_steps has room for a whole one. null: there is one.
         decay_shape: of that fall: "linear", a straight line, or "exponential", by the same factor in each step, so that more
             of the steps have a low rate.
         max_tokens: a forward call takes no more tokens: of longer examples it takes fewer than microbatch_size, but at least
@@ -157,6 +159,7 @@ class TrainingRecipe(OptimizationRecipe):
     mup_base_width: Count | None = None
     decay_steps: Count | None = None
     decay_from_length: Count | None = None
+    decay_again_from: Annotated[float, Field(gt=0, le=1)] | None = None
     decay_shape: Literal["linear", "exponential"] = "linear"
     max_tokens: Count | None = None
     solved_at: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -173,6 +176,15 @@ class TrainingRecipe(OptimizationRecipe):
             )
         if self.decay_from_length is not None and self.decay_steps is None:
             raise ValueError("decay_from_length needs decay_steps: without them there is no final decay.")
+        if self.decay_again_from is not None and (self.decay_steps is None or self.solved_at is None):
+            raise ValueError(
+                "decay_again_from needs decay_steps, and solved_at, which says when no other decay is needed."
+            )
+        if self.decay_again_from is not None and self.decay_again_from * self.learning_rate < self.min_learning_rate:
+            raise ValueError(
+                f"decay_again_from={self.decay_again_from} of learning_rate={self.learning_rate} is below "
+                f"min_learning_rate={self.min_learning_rate}: there is nothing to fall."
+            )
         if self.decay_shape == "exponential" and (self.decay_steps is None or self.min_learning_rate == 0):
             raise ValueError("decay_shape=exponential needs decay_steps, and a min_learning_rate above 0 to fall to.")
         return self

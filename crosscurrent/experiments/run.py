@@ -131,6 +131,7 @@ def _course(recipe: Recipe) -> Course:
         is_exponential=training.decay_shape == "exponential",
         growth=growth.along(task.train_lengths) if growth is not None else None,
         decay_from_length=training.decay_from_length,
+        decay_again_from=training.decay_again_from,
         solved=None if training.solved_at is None else dict.fromkeys(judged, training.solved_at),
     )
 

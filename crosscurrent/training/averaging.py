@@ -1,12 +1,12 @@
 """An exponential moving average of a model's weights, kept beside the weights that are trained."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from crosscurrent.training.checkpoints import checkpoint_folder, one_kind_of_write_error
 
@@ -21,6 +21,10 @@ class WeightAverage(TrainerCallback):
 
     Args:
         decay: the average's weight when another step's weights are added: it looks back over about 1 / (1 - decay) steps.
+            Before so many it is mostly what it began with.
+
+    Raises:
+        ValueError: the decay is not between 0 and 1.
 
     Example::
 
@@ -31,14 +35,23 @@ class WeightAverage(TrainerCallback):
     """
 
     def __init__(self, decay: float):
+        if not 0 < decay < 1:
+            raise ValueError(f"decay={decay} is not allowed: give a number between 0 and 1, such as 0.995.")
         self.decay = decay
         self._averaged: AveragedModel | None = None
 
     @property
-    def model(self) -> Any:
-        """The model with the averaged weights; all else of it is as it was when training began."""
-        assert self._averaged is not None, "training has not begun"
-        return self._averaged.module
+    def model(self) -> PreTrainedModel:
+        """The model with the averaged weights, the buffers of the last step, and the settings that training began with.
+
+        Raises:
+            ValueError: training has not begun.
+        """
+        if self._averaged is None:
+            raise ValueError(
+                "there is no average before training begins: give this to a Trainer's callbacks, and train."
+            )
+        return cast(PreTrainedModel, self._averaged.module)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any

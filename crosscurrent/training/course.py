@@ -22,6 +22,8 @@ class Course:
         growth: of the greatest length; None: it does not hang on losses.
         decay_from_length: the final decay begins when the growth has come to this length; None: when it is complete. Without
             a growth, or if it takes too long, it begins in time to end at max_steps.
+        decay_again_from: share of the learning rate from which another decay begins at the end of one, as long as there are
+            steps for a whole one; None: there is one decay.
         solved: for each name in a row of validation the value from which on it counts as solved. The run is over once all
             are reached; none: that does not end it.
 
@@ -42,11 +44,13 @@ class Course:
         is_exponential: bool = False,
         growth: Growth | None = None,
         decay_from_length: int | None = None,
+        decay_again_from: float | None = None,
         solved: Mapping[str, float] | None = None,
     ):
         self.max_steps, self.decay_steps, self.warmup_steps = max_steps, decay_steps, warmup_steps
         self.final_share, self.is_exponential = final_share, is_exponential
         self.growth, self.decay_from_length, self.solved = growth, decay_from_length, dict(solved or {})
+        self.decay_again_from = decay_again_from
         self._grown = None if growth is None else growth.start()
         self._decay_from = max(max_steps - (decay_steps or 0), 0)
         self._is_solved = False
@@ -70,17 +74,26 @@ class Course:
 
     def is_over(self, step: int) -> bool:
         """Whether nothing is left to do after `step` steps."""
-        has_decayed = self.decay_steps is not None and step >= self._decay_from + self.decay_steps
-        return self._is_solved or has_decayed or step >= self.max_steps
+        return self._is_solved or step >= self.max_steps or self._has_decayed(step)
+
+    def _has_decayed(self, step: int) -> bool:
+        """Whether the last decay has come to its end after `step` steps."""
+        if self.decay_steps is None or step < self._decay_from + self.decay_steps:
+            return False
+        into = (step - self._decay_from) % self.decay_steps
+        return self.decay_again_from is None or (into == 0 and step + self.decay_steps > self.max_steps)
 
     def learning_rate_share(self, step: int) -> float:
         """Of the learning rate, in the step after `step` steps, if there is a final decay."""
         assert self.decay_steps is not None
         risen = min(step / self.warmup_steps, 1.0) if self.warmup_steps else 1.0
-        decayed = min(max(step - self._decay_from, 0) / self.decay_steps, 1.0)
+        first, decayed = 1.0, max(step - self._decay_from, 0) / self.decay_steps
+        if self.decay_again_from is not None and decayed >= 1:
+            first, decayed = self.decay_again_from, decayed % 1
+        decayed = min(decayed, 1.0)
         if self.is_exponential:
-            return risen * self.final_share**decayed
-        return risen * (1.0 - decayed * (1.0 - self.final_share))
+            return risen * first * (self.final_share / first) ** decayed
+        return risen * (first - decayed * (first - self.final_share))
 
 
 class FollowsCourse(TrainerCallback):

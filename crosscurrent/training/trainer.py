@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class TaskTrainer(RunTrainer):
         validation: the examples to validate on.
         logit_scale: a factor of the logits in the loss (see `crosscurrent.training.width`).
         average: of the weights, which is what is validated; None: the weights themselves.
+        callbacks: as transformers' Trainer.
         kwargs: as RunTrainer.
     """
 
@@ -85,17 +86,21 @@ class TaskTrainer(RunTrainer):
         validation: Examples,
         logit_scale: float = 1.0,
         average: WeightAverage | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
         super().__init__(
-            model=model, compute_loss_func=self._loss, train_dataset=examples, data_collator=_numbers, **kwargs
+            model=model,
+            compute_loss_func=self._loss,
+            train_dataset=examples,
+            data_collator=_numbers,
+            # The average before others, which take the checkpoint for complete, or end the training.
+            callbacks=[*([average] if average is not None else []), *callbacks],
+            **kwargs,
         )
         self.examples, self.longest = examples, longest
         self.validation, self.logit_scale = validation, logit_scale
         self.average = average
-        if average is not None:
-            # First of all: others take the checkpoint for complete, or end the training.
-            self.callback_handler.callbacks.insert(0, average)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """The microbatches of a step, and how many targets they have together, over all processes."""
