@@ -2,6 +2,7 @@
 
 import csv
 import re
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from crosscurrent.cli.main import app
@@ -310,3 +312,71 @@ def test_bad_input_is_named_and_leaves_nothing_behind(runs: Path, tmp_path: Path
         assert code == 1 and message in text, (words, text)
     assert command(runs, "-o", out, "--examples", 0)[0] == 2
     assert not out.exists()
+
+
+def test_lengths_that_grew_to_their_end_did_not_stop_short(tmp_path: Path) -> None:
+    """Also where there are training lengths beyond that end."""
+    growth = {"first": 3, "last": 6, "factor": 1.5, "loss_below": 100.0, "min_steps": 1}
+    task = {"prefix_supervision": True, "train_lengths": [3, 4, 5, 6, 40]}
+    run(tiny_recipe(task=task, curriculum={"max_length": {"growth": growth}}), tmp_path / "grown")
+    growth["loss_below"] = 1e-9
+    run(tiny_recipe(task=task, curriculum={"max_length": {"growth": growth}}), tmp_path / "stuck")
+    stopped = [
+        measure_runs(tmp_path / name, length=9, num_examples=2)[0].findings.stopped_at for name in ("grown", "stuck")
+    ]
+    assert stopped == [None, 3]
+
+
+SCATTER = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "state_scatter.py"))
+
+
+def test_mean_states_by_hand() -> None:
+    states = torch.tensor([[1.0, 0.0], [3.0, 4.0], [5.0, 5.0]])
+    means = SCATTER["means_by_answer"](states, torch.tensor([2, 2, 0]), 4)
+    assert means[[0, 2]].tolist() == [[5.0, 5.0], [2.0, 2.0]] and bool(means[[1, 3]].isnan().all())
+
+
+def test_scatter_of_states(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figure of the first positions, reckoned sequence by sequence."""
+    SCATTER["main"]([str(runs / "rlt-1" / "seed-5"), "--length", "21", "--examples", "40"])
+    shown = re.search(r"positions    0-15    scatter ([0-9.]+) .* (\d+) states of", capsys.readouterr().out)
+    assert shown is not None
+    net = AutoModelForCausalLM.from_pretrained(runs / "rlt-1" / "seed-5" / "model").eval()
+    states: dict[int, list[tuple[int, Tensor]]] = {}  # by answer: position and state
+    for index in range(40):
+        example = get_task("parity").example("test", 21, index, 20260916, True)
+        ids, labels = torch.tensor(example.tokens), torch.tensor(example.targets)
+        seen: list[Tensor] = []
+        handle = net.model.norm.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0][0]))
+        with torch.no_grad():
+            said = net(ids[None], use_cache=False).logits[0].argmax(-1)
+        handle.remove()
+        first = int((labels != IGNORED).int().argmax())
+        for position in range(first, len(labels)):
+            if said[position] != labels[position]:
+                break
+            state = seen[0][position]
+            states.setdefault(int(labels[position]), []).append(
+                (position - first, state / state.square().mean().sqrt())
+            )
+    away = [
+        (state - torch.stack([other for _, other in of_answer]).mean(0)).square().sum()
+        for of_answer in states.values()
+        for position, state in of_answer
+        if position < 16
+    ]
+    assert int(shown[2]) == len(away) and float(shown[1]) == pytest.approx(
+        float(torch.stack(away).mean().sqrt()), abs=0.006
+    )
+
+
+def test_what_has_no_scatter_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        (str(tmp_path),): "not the folder of a finished run",
+        (str(runs / "transformer" / "seed-5"),): "no RLT-1",
+        (str(runs / "rlt-1" / "seed-5"), "--length", "-3"): "length=-3",
+    }
+    for words, message in cases.items():
+        with pytest.raises(SystemExit) as ended:
+            SCATTER["main"](list(words))
+        assert ended.value.code == 1 and message in capsys.readouterr().err

@@ -262,7 +262,7 @@ class GrowthSettings(Settings):
 
     Attributes:
         first, last: of the training lengths that it takes.
-        factor: from one to the next, at least.
+        factor: from one to the next, rounded down, at least.
         loss_below: it grows when the smoothed training loss falls below this.
         smoothing: of the loss.
         min_steps: at each length.
@@ -395,6 +395,11 @@ class Recipe(Settings):
                 f"training.decay_from_length={begin}: curriculum.max_length {grown}. Give a length above the first, and "
                 "no more than the last."
             )
+        if self.training.decay_again_from is not None and growth is None:
+            raise ValueError(
+                "training.decay_again_from has no effect: without a growth of curriculum.max_length the one decay ends with "
+                "the run."
+            )
         if self.curriculum.longest_share and len(lengths) == 1:
             raise ValueError(f"curriculum.longest_share has no effect: task.train_lengths are {lengths[0]} alone.")
 
@@ -407,13 +412,17 @@ class Recipe(Settings):
             raise ValueError("curriculum.state_noise needs an rlt with feedback.")
         if self.model.solver["name"] != "sequential":
             raise ValueError(f"curriculum.state_noise needs the solver sequential, not {self.model.solver['name']}.")
-        Steps([(0, self.model.state_noise), *points])  # refuses lengths that do not rise
         curve = self.curriculum.max_length
-        longest = 0.0 if curve is None else curve.growth.last if curve.growth is not None else max(curve.ends)
-        if not points or points[-1][0] > longest:
+        if curve is None:
+            raise ValueError("curriculum.state_noise goes with the greatest length: it needs curriculum.max_length.")
+        ends = curve.ends if curve.growth is None else (curve.growth.first, curve.growth.last)
+        shortest, longest = min(ends), max(ends)
+        lengths = [length for length, _ in points]
+        if not lengths or lengths != sorted(set(lengths)) or not shortest < lengths[0] or lengths[-1] > longest:
             raise ValueError(
-                f"curriculum.state_noise={[list(point) for point in points]}: give (greatest length, noise) pairs that "
-                f"curriculum.max_length comes to, up to {longest:g}."
+                f"curriculum.state_noise={[list(point) for point in points]}: give [greatest length, noise] pairs whose "
+                f"lengths rise, above {shortest:g}, where model.state_noise holds, and up to {longest:g}, as far as "
+                "curriculum.max_length comes."
             )
 
     def _check_positions(self) -> None:

@@ -21,9 +21,14 @@ class Settings(BaseModel):
         for key, value in given.items() if isinstance(given, dict) else ():
             if key not in cls.model_fields:
                 raise ValueError(f"there is no key {key!r}.{nearest(str(key), list(cls.model_fields))}")
-            if isinstance(value, bool) and "bool" not in str(cls.model_fields[key].annotation):
+            if _has_bool(value) and "bool" not in str(cls.model_fields[key].annotation):
                 raise ValueError(f"{key}={value} is not allowed: it is not a yes-or-no question.")
         return given
+
+
+def _has_bool(value: Any) -> bool:
+    """Whether it is a truth value, or a list with one in it, which would be taken for numbers."""
+    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(_has_bool, value)))
 
 
 def nearest(given: str, allowed: Collection[str]) -> str:

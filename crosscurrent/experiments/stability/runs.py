@@ -150,10 +150,11 @@ def _measure(planned: _Planned, bar: Any) -> Measured:
     found, trained = ask(planned.length), ask(planned.trained_length)
     last = _last_trained_position(run)
     findings = findings_of(trained, found, last, recipe.task.prefix_supervision, recipe.task.task.chance)
-    reached = max(run.lengths_reached)
+    reached, growth = max(run.lengths_reached), recipe.curriculum.growth
+    last_length = max(recipe.task.train_lengths) if growth is None else growth.last
     findings = replace(
         findings,
-        stopped_at=reached if reached < max(recipe.task.train_lengths) else None,
+        stopped_at=reached if reached < last_length else None,
         trained_length=planned.trained_length,
     )
     cuts = attention_cuts(model, last + 1) if _is_to_explain(findings) else {}
